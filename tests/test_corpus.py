@@ -254,7 +254,9 @@ def test_folders_that_are_no_corpus(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(DatasetError, match=r"(?s)holds: notes\.txt.*metadata_train\.csv"):
         read_corpus(tmp_path)
-    with pytest.raises(DatasetError, match="is a file: name its folder"):
+    with pytest.raises(
+        DatasetError, match=r"is a file\. Name its folder, or make a sharded corpus of it: myxtts prepare"
+    ):
         read_corpus(tmp_path / "notes.txt")
     for name in ("Interview 1.MP3", "talk.wav", "a.ogg", "b.ogg", "c.ogg", "d.ogg"):
         (tmp_path / name).touch()

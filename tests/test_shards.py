@@ -138,6 +138,27 @@ def test_only_the_shard_of_a_changed_recording_is_replaced(tmp_path: Path) -> No
     assert contents(opened(out)) == contents(opened(corpus))
 
 
+def test_what_a_folder_is_decides_what_can_be_done_with_it(tmp_path: Path) -> None:
+    corpus, out = write_corpus(tmp_path / "a", SENTENCES[:4]), tmp_path / "out"
+    with pytest.raises(ConfigError, match="holds recordings, and later starts would no longer see them"):
+        shard(corpus, corpus)
+    with pytest.raises(ConfigError, match="web servers are only read"):
+        shard(corpus, Path("https://example.invalid/corpus"))
+    with pytest.raises(ConfigError, match="ftp://a/b is no location"):
+        shard(corpus, Path("ftp://a/b"))
+    shard(corpus, out)
+    set_aside = opened(out).root / "set_aside.csv"
+    assert set_aside.is_file(), "messages name it"
+    with pytest.raises(DatasetError, match="is a sharded corpus: train on it"):
+        shard(out, tmp_path / "other")
+    (out / "corpus.json").write_text("{}")
+    with pytest.raises(DatasetError, match=rf"Remove {out}/corpus.json and run"):
+        opened(out)
+    (out / "corpus.json").unlink()
+    with pytest.raises(DatasetError, match=r"not finished: it has no corpus\.json"):
+        opened(out)
+
+
 PREPARE = """
 import sys
 from pathlib import Path

@@ -6,6 +6,7 @@ and is believed only if every file and folder it was made from has the same time
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -513,6 +514,8 @@ def set_aside_csv(set_aside: Sequence[SetAside]) -> bytes:
 def write_set_aside_list(root: Path, set_aside: Sequence[SetAside]) -> None:
     """List every clip that is not used in a file next to the stores, unless the folder is read-only."""
     path, encoded = set_aside_list(root), set_aside_csv(set_aside)
+    with contextlib.suppress(OSError):
+        root.mkdir(parents=True, exist_ok=True)
     if os.access(root, os.W_OK) and not (path.is_file() and path.read_bytes() == encoded):
         write_atomically(path, lambda temporary: temporary.write_bytes(encoded))
 

@@ -85,7 +85,9 @@ def metadata_files(folder: Path) -> list[tuple[Path, bool]]:
         missing = f"No such corpus folder: {folder.absolute()}"
         if near := sorted(folder.parent.glob(f"{glob.escape(folder.name)}:*")):
             missing += f" (for {near[0].name}, with a colon in its name, give {near[0]}/)"
-        what = f"{folder} is a file: name its folder." if folder.is_file() else missing
+        shards = f"myxtts prepare --train-data {folder} --out CORPUS (docs/scale.md)"
+        is_file = f"{folder} is a file. Name its folder, or make a sharded corpus of it: {shards}."
+        what = is_file if folder.is_file() else missing
         raise DatasetError(f"{what}\nA corpus is a folder in one of these forms:\n{FORMS}")
     train = [path for name in METADATA_FILES[:3] if (path := folder / name).is_file()]
     if len(train) > 1:
@@ -184,6 +186,11 @@ def _pair(folder: Path, recording: Path, listed: dict[str, int]) -> Row | SetAsi
 
 
 def _no_texts(folder: Path, recordings: list[str], others: list[str]) -> DatasetError:
+    if (folder / "shards").is_dir():
+        what = f"{folder} is a sharded corpus that is not finished: it has no corpus.json."
+        return DatasetError(
+            f"{what}\nRun myxtts prepare with its sources again, with all its shares (--shard K/N)."
+        )
     held = ", ".join((recordings or others)[:5]) + ", …" * (len(recordings or others) > 5)
     above = folder.absolute().parent
     if listed := sorted(path.name for path in above.glob("metadata*.csv")):

@@ -26,6 +26,7 @@ import xxhash
 
 from myxtts.config import LANGUAGES, DataSettings
 from myxtts.data.clips import DecodeOptions
+from myxtts.data.corpus import METADATA_FILES
 from myxtts.data.locations import Location, shard_cache
 from myxtts.data.pool import WorkerContext, behave_as_worker
 from myxtts.data.shards import (
@@ -367,6 +368,11 @@ def prepare_sharded(
     workers = min(data.num_workers, usable_cores())
     runner: Runner = run_on_ray if options.on == "ray" else lambda jobs: run_here(workers, jobs)
     (first, step), place = options.share, Path(corpus.path)
+    if corpus.store.startswith("http"):
+        raise ConfigError(f"--out {corpus}: web servers are only read. Write to a folder, s3:// or gs://.")
+    given = [source.folder.absolute() for source in data.sources]
+    if corpus.is_local and (place in given or any((place / name).is_file() for name in METADATA_FILES)):
+        raise ConfigError(f"--out {out} holds recordings, and later starts would no longer see them: name another")
     try:
         if corpus.is_local:
             (place / "shards").mkdir(parents=True, exist_ok=True)

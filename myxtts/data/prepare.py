@@ -280,7 +280,8 @@ class _AnyPart:
         if not len(clips):
             counts = Counter(item.reason for item in self.set_aside).most_common()
             reasons = "\n".join(f"  {count} × {reason}" for reason, count in counts) or "  the metadata is empty"
-            example = f"\nFor example {self.set_aside[0].id}: {self.set_aside[0].detail}" if self.set_aside else ""
+            first = next(iter(self.set_aside), None)
+            example = f"\nFor example {first.id or first.where}: {first.detail}" if first else ""
             listed = f"\nAll are listed in {path}" if (path := set_aside_list(self.root)).exists() else ""
             raise DatasetError(f"No usable clip in {self.folder}. Set aside:\n{reasons}{example}{listed}")
         chosen = self.held_out()

@@ -194,9 +194,8 @@ def file_checksum(path: Path) -> tuple[int, str]:
 
 
 def _damaged(location: Location) -> str:
-    advice = (
-        f"Remove {location.parent} and run myxtts prepare with the same sources again: only that is made anew."
-    )
+    what = location if location.name == "corpus.json" else location.parent
+    advice = f"Remove {what} and run myxtts prepare with the same sources again: only that is made anew."
     return f"{location} does not match its checksum (truncated, or a failing disk?).\n{advice}"
 
 
@@ -573,7 +572,7 @@ class ShardNames(LazyNames):
 
 def url_of(folder: Path) -> str:
     """Return the URL that a path of the settings was made of, in which it lost a slash; or the path, absolute."""
-    url = re.sub(r"^(s3|gs|https?):/+", r"\1://", str(folder))
+    url = re.sub(r"^(s3|gs|[a-z]*tps?):/+", r"\1://", str(folder))  # ftp too, so that it is refused as a URL
     return url if "://" in url else str(folder.absolute())
 
 
