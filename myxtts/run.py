@@ -621,7 +621,8 @@ def is_complete(settings: Settings, prepared: PreparedCorpus, notes: Notes) -> b
     stage, training = notes.state["stage"], settings.training
     is_early = 0 < training.early_stop <= notes.state["stale_validations"]
     target = total_steps(settings, prepared, stage, notes.state["notes"]["identity"])
-    return bool(notes.state["done"]) and (is_early or notes.step >= target)
+    is_evaluated = notes.state.get("pending") is None  # a kill may have come before the last evaluation
+    return bool(notes.state["done"]) and is_evaluated and (is_early or notes.step >= target)
 
 
 def train_stage(ctx: StageContext, loaded: LoadedCheckpoint | None) -> State:

@@ -32,12 +32,13 @@ from training_fixtures import (
 import myxtts.evaluation
 from myxtts.config import MIN_SPEAKERS
 from myxtts.devices import CAPTURING
+from myxtts.errors import PipelineError
 from myxtts.evaluation import MOST_SAMPLES, Evaluator, Speaker
 from myxtts.observe.metrics import MetricsLog
 from myxtts.observe.report import write_report
 from myxtts.reports import TrainingReports
 from myxtts.run_dir import RunDir
-from myxtts.training.trainer import Evaluation
+from myxtts.training.trainer import Evaluation, Trainer
 from myxtts.weights import load_folder
 
 pytest_plugins = ["training_fixtures"]
@@ -245,6 +246,27 @@ def test_on_two_gpus_evaluations_run_on_the_data_gpu(start: Start, speech: Path)
     aside = start(f"{flags} --evaluate-on data", "aside", speech)
     assert "Evaluations run on cuda:0 while training goes on" in start.out and "failed" not in start.out
     assert_equal_tensors(newest(aside).weights, newest(never).weights)
+
+
+def test_a_last_evaluation_that_a_kill_cut_short_is_repeated(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last checkpoint is there by then, and the stage is done."""
+    flags = f"--stages dvae --dvae-steps 2 --evaluate-on data --val-data {start.clips(3)}"
+    expected = newest(start(flags, "whole"), "dvae").state
+    add = Trainer._add_evaluations
+
+    def die(self: Trainer, wait: bool = False) -> bool:
+        if wait:
+            self.ctx.checkpoints.wait()
+            raise PipelineError("killed")
+        return add(self, wait)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_add_evaluations", die)
+        run = start(flags, "killed", code=1)
+    assert newest(run, "dvae").state["pending"] == 2
+    assert newest(start(flags, "killed"), "dvae").state == expected
 
 
 def test_weights_that_cannot_be_copied_fail_one_evaluation(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

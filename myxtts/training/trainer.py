@@ -579,6 +579,7 @@ class Trainer:
     def _continue_evaluation(self) -> None:
         """Evaluate again what the run was evaluating when it was killed; weights of earlier steps are gone."""
         step, self.state.pending = self.state.pending, None
+        self.state.done &= step is None  # or the result would not be saved
         if step is not None and step == self.state.step:
             self._evaluate(here=True)
             if self.state.val_loss is not None and self.ctx.plan.rank == 0:
