@@ -134,7 +134,7 @@ def _move(catalog: Catalog, cut: Cut, *, id: int, start: float, end: float) -> _
 
 
 def _recut(catalog: Catalog, cut: Cut, segment: Segment, start: float, end: float) -> dict[str, Any]:
-    """Cut a clip's audio anew and return its changed fields; a clip that stays the same is not cut."""
+    """Cut a clip's audio again and return its changed fields; a clip that stays the same is not cut."""
     if abs(start - segment.start) < TOLERANCE_S and abs(end - segment.end) < TOLERANCE_S:
         return {}
     if not SHORTEST_S <= end - start <= LONGEST_S:

@@ -298,7 +298,7 @@ def _is_stale(shard: dict[str, Any], offered: dict[tuple[int, str], Unit]) -> bo
         what = (
             f"{changed} has changed, and its shard {shard['name']} also holds {gone[0]}, which is no longer there"
         )
-        raise DatasetError(f"{what}.\nRestore {gone[0]}, or prepare the corpus anew in another folder.")
+        raise DatasetError(f"{what}.\nRestore {gone[0]}, or prepare the corpus again in another folder.")
     return True
 
 

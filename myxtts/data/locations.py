@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 import xxhash
 
 from myxtts.config import DataSettings
-from myxtts.data.store import only_process, user_cache
+from myxtts.data.store import cannot_write, only_process, user_cache
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.files import write_atomically
 from myxtts.observe.trace import Trace
@@ -507,8 +507,7 @@ class FileCache:
 
     def _no_room(self, location: Location, size: int, error: OSError) -> DatasetError:
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            what = f"Cannot write the cache at {error.filename or self.folder}: {error.strerror or error}."
-            return DatasetError(f"{what}\nChoose a folder you can write to with --cache-dir DIR.")
+            return cannot_write(self.folder, error)
         free = f"{shutil.disk_usage(self.folder).free / 1e9:.1f} GB are free, {size / 1e9:.1f} GB are needed"
         what = f"No room for a copy of {location} in {self.folder}: {error.strerror} ({free})."
         return DatasetError(f"{what}\nLower --shard-cache-gb, or choose another disk with --cache-dir DIR.")

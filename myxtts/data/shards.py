@@ -195,7 +195,7 @@ def file_checksum(path: Path) -> tuple[int, str]:
 
 def _damaged(location: Location) -> str:
     what = location if location.name == "corpus.json" else location.parent
-    advice = f"Remove {what} and run myxtts prepare with the same sources again: only that is made anew."
+    advice = f"Remove {what} and run myxtts prepare with the same sources: only that is made again."
     return f"{location} does not match its checksum (truncated, or a failing disk?).\n{advice}"
 
 
@@ -535,7 +535,7 @@ def _how_to_repair(location: Location) -> str:
     folder = location.parent
     first = "" if location.is_local else f"Remove {folder}. "
     again = f"Run myxtts prepare --out {folder.parent.parent} with the same sources and settings again"
-    return f"{first}{again}: only shard {folder.name} is made anew."
+    return f"{first}{again}: only shard {folder.name} is made again."
 
 
 class ShardNames(LazyNames):
@@ -604,7 +604,7 @@ def read_corpus_file(location: Location) -> dict[str, Any] | None:
     except MissingObject:
         return None
     if body["format"] != FORMAT:
-        raise DatasetError(f"{location} has format {body['format']}, this MyXTTS reads {FORMAT}: prepare it anew")
+        raise DatasetError(f"{location} has format {body['format']}, this MyXTTS reads {FORMAT}: prepare it again")
     for name in (body["index"], *(shard["name"] for shard in body["shards"])):
         if not re.fullmatch("[0-9a-f]{20}", str(name)):  # folders of these names are replaced in the cache
             raise DatasetError(f"{location} names {name!r}, not 20 hexadecimal digits: do not use this corpus")
@@ -644,7 +644,7 @@ class ShardedCorpus:
                 raise DatasetError(f"{what}.\nUse the same, or prepare another corpus.")
 
     def verify(self, progress: Progress) -> None:
-        """Read every local shard; raise if some do not match their checksums, which are then made anew."""
+        """Read every local shard; raise if some do not match their checksums, which are then made again."""
         damaged = []
         with progress_bar(progress, "Verifying shards", len(self.audio.files)) as advance:
             for location, *expected in self.audio.files if self.location.is_local else ():

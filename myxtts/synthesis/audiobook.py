@@ -280,7 +280,7 @@ def _require_same(path: Path, about: dict[str, Any], out: Path) -> None:
         )
         raise ConfigError(
             f"The book in {out} was begun otherwise: {shown or 'with other sampling'}.\n"
-            "Give the same flags to continue it, or another --out to begin anew."
+            "Give the same flags to continue it, or another --out to start over."
         )
 
 

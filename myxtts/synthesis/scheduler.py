@@ -322,7 +322,7 @@ class Scheduler:
         return True
 
     def _guarded(self, work: Callable[[], bool]) -> bool:
-        """The result of work on the slots; a failure makes them anew, fewer if memory was short."""
+        """The result of work on the slots; a failure replaces them, with fewer if memory was short."""
         try:
             return work()
         except RuntimeError as error:

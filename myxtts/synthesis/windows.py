@@ -41,7 +41,7 @@ FADE_FRAMES = 1
 GPU_WINDOWS: dict[int, tuple[int, ...]] = {208: (1, 2, 4, 8, 12, 16), 128: (1, 2, 4, 8, 16), 64: (1, 2, 4, 8, 16)}
 """Windows by their frames, and how many of them are computed together. A piece of 40 codes with its context takes
 one of 208 frames, a piece of 20 one of 128, a first piece of 10 one of 64. With other lengths a GPU would have to
-plan the convolutions anew."""
+plan the convolutions again."""
 PLANS_TRIED = 4  # of a convolution when it is captured
 TO_FRAMES, TO_OUTPUT = Fraction(SAMPLES_PER_CODE, HOP_SAMPLES), Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE)
 _ENDLESS = 1 << 40  # the length of a sentence that goes on

@@ -195,7 +195,7 @@ class Review:
                 raise
 
     def edit(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Make an edit and return what the page must show anew."""
+        """Make an edit and return what the page must show again."""
         action, arguments, versions = str(body.get("action")), body.get("arguments"), body.get("versions", {})
         if action not in ACTIONS or not isinstance(arguments, dict) or not isinstance(versions, dict):
             raise ConfigError("Expected an action, its arguments, and the versions of the clips that it changes.")
