@@ -15,6 +15,7 @@ A new vocabulary rebuilds only the ids; a new or changed clip adds only its own 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -262,7 +263,7 @@ class Tools:
         _log.info("Using %d parallel workers", self.pool.num_workers)
 
 
-class _AnyPart:
+class _AnyPart(ABC):
     """One corpus on its way to sets of clips."""
 
     name: str  # empty if it is the only corpus
@@ -271,9 +272,9 @@ class _AnyPart:
     data: DataSettings
     set_aside: list[SetAside]
 
+    @abstractmethod
     def held_out(self) -> Flags:
         """Which usable clips are held out."""
-        raise NotImplementedError
 
     def split(self, clips: ClipSet) -> tuple[ClipSet, ClipSet]:
         """Return the training and the validation clips."""

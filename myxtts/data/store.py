@@ -21,6 +21,7 @@ import logging
 import os
 import shutil
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,7 @@ class Pieces(NamedTuple):
         return cls(np.arange(len(lengths)), np.zeros_like(lengths), lengths)
 
 
-class PackedRows:
+class PackedRows(ABC):
     """Rows in one or several open files, with their places and checksums; any thread may read.
 
     Rows are copied with plain reads: if a mapped file were truncated, touching it would kill the process.
@@ -113,12 +114,13 @@ class PackedRows:
         out = bytearray(int(self.lengths[row]) * self.dtype.itemsize)
         return bool(self._verified[row]) or self._is_read(row, int(self._offsets[row]), memoryview(out), False)
 
+    @abstractmethod
     def _file_of(self, row: int) -> OpenFile:
-        raise NotImplementedError
+        """The open file that holds a row."""
 
+    @abstractmethod
     def _recover(self, row: int, offset: int, out: memoryview) -> None:
         """Read a damaged row in another way, or raise `CacheDamaged`."""
-        raise NotImplementedError
 
     def _is_read(self, row: int, offset: int, out: memoryview, is_known: bool) -> bool:
         """Fill `out` with a row and, unless it is known, compare it with its checksum; True if it is intact."""
