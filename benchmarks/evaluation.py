@@ -171,7 +171,7 @@ def compare(options: argparse.Namespace) -> None:
         began = time.perf_counter()
         make(options, Path(name))
         console.print(f"corpus and weights: {time.perf_counter() - began:.0f} s")
-        for way in (*WAYS, ANOTHER_CARD):
+        for way in options.ways:
             began = time.perf_counter()
             if (found := apart(options, way, Path(name))) is None:
                 continue
@@ -196,7 +196,8 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=128)
     parser.add_argument("--from-step", type=int, default=40, help="earlier steps compile and compute codes")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which a run is given up")
-    parser.add_argument("--way", choices=(*WAYS, ANOTHER_CARD), help="only this one, for --folder")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, ANOTHER_CARD), default=[*WAYS, ANOTHER_CARD])
+    parser.add_argument("--way", choices=(*WAYS, ANOTHER_CARD), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps < options.from_step + 2 * options.every:
