@@ -451,8 +451,8 @@ class TrainingSettings:
     that its codes keep their meaning for a GPT. `trained` also moves codes that the corpus does not use."""
 
     early_stop: int = setting(0, minimum=0)
-    """Ends a stage after this many validations in a row without improvement; 0 is off. Where `evaluate_on` is not
-    `model`, a result takes effect at the next validation."""
+    """Ends a stage after this many validations in a row without improvement; 0 is off. Where training does not
+    wait for evaluations (`evaluate_on`), a result takes effect at the next validation."""
 
     seed: int = setting(1234, minimum=0, maximum=2**32 - 1)
     """Random seed of the initial weights, the order of the clips and the reference crops. The same seed gives
@@ -462,10 +462,11 @@ class TrainingSettings:
     """Optimiser steps between two progress lines and log entries."""
     val_step: int = setting(1000, minimum=1)
     """Optimiser steps between two evaluations: the validation loss, and spoken sentences."""
-    evaluate_on: str = setting("model", choices=("model", "data", "cpu", "off"))
+    evaluate_on: str = setting("auto", choices=("auto", "model", "data", "cpu", "off"))
     """Where evaluations run. `model`: in the training loop, which waits; several processes do this together.
     `data`: from a copy of the weights on the data role's device, while training goes on; of several processes the
-    first does this alone. `cpu`: from a copy on the CPU. `off`: nowhere."""
+    first does this alone. `cpu`: from a copy on the CPU. `off`: nowhere. `auto` is `data` on a GPU, except where
+    the roles share it and the step is not captured, as memory could run short; `model` there and on a CPU."""
     spoken_sentences: int | None = setting(None, minimum=0, maximum=64, none="auto")
     """Held-out sentences that every evaluation of `gpt` and `decoder` speaks, in the voices of other clips; the
     newest are in the folder `samples` of the run. `auto` is 8 on a GPU where training does not wait for them, or

@@ -465,8 +465,11 @@ class StageContext:
     @property
     def evaluates_on(self) -> str:
         """`data`, `model` or `cpu`."""
-        asked = self.settings.training.evaluate_on
-        return "model" if asked == "off" else asked
+        asked, plan = self.settings.training.evaluate_on, self.plan
+        if asked != "auto":
+            return "model" if asked == "off" else asked
+        keeps_its_memory = plan.mode == "dual" or choose_mode(self.settings, self.stage, plan).captured
+        return "data" if plan.data.type == "cuda" and keeps_its_memory else "model"
 
     def of_first_rank(self, *values: int) -> tuple[int, ...]:
         """What rank 0 has; all ranks must ask."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import soundfile as sf
@@ -31,13 +31,15 @@ from training_fixtures import (
 
 import myxtts.evaluation
 from myxtts.config import MIN_SPEAKERS
-from myxtts.devices import CAPTURING
+from myxtts.devices import CAPTURING, Plan
 from myxtts.errors import PipelineError
 from myxtts.evaluation import MOST_SAMPLES, Evaluator, Speaker
 from myxtts.observe.metrics import MetricsLog
 from myxtts.observe.report import write_report
 from myxtts.reports import TrainingReports
+from myxtts.run import StageContext
 from myxtts.run_dir import RunDir
+from myxtts.settings import load
 from myxtts.training.trainer import Evaluation, Trainer
 from myxtts.weights import load_folder
 
@@ -101,6 +103,24 @@ def test_evaluations_on_copies_change_nothing_and_find_the_same(
     assert [report["step"] for report in steps(aside, "validation")] == [3, 6]
     assert in_any_order(aside) == in_any_order(inside)
     assert newest(aside, stage).state == newest(inside, stage).state
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "flags", "expected"),
+    [
+        ("cuda:0", "cuda:0", {}, "data"),
+        ("cuda:0", "cuda:0", {"training.enable_graph_mode": False}, "model"),
+        ("cuda:0", "cuda:1", {"training.enable_graph_mode": False}, "data"),
+        ("cuda:0", "cuda:0", {"training.evaluate_on": "model"}, "model"),
+        ("cpu", "cpu", {}, "model"),
+    ],
+)
+def test_by_default_training_goes_on_where_evaluations_cannot_take_its_memory(
+    data: str, model: str, flags: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    plan = Plan(torch.device(data), torch.device(model), "buffered" if data == model else "dual")
+    settings, unused = load(None, flags).settings, cast(Any, None)
+    assert StageContext("gpt", settings, unused, plan, unused, RunDir(tmp_path)).evaluates_on == expected
 
 
 def test_training_does_not_wait_and_a_newer_copy_replaces_one_that_waits(
