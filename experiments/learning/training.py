@@ -132,6 +132,7 @@ def train_stage(
         "training.ema_decay": max(1 - EMA_WINDOWS / steps, 0) if stage == "gpt" else 0,
         "training.log_step": max(steps // 40, 1),
         "training.val_step": every,
+        "training.evaluate_on": "model",  # so that every checkpoint has its validation loss
         "training.save_step": every,
         "training.keep_checkpoints": NUM_CHECKPOINTS + 2 if stage == "gpt" else 1,
         "training.enable_xla_compilation": stage == "gpt",  # the others have few identical layers
