@@ -270,3 +270,14 @@ def test_a_codebook_with_and_without_counts_stays_trained_in_the_compact_form(tm
     assert loaded.is_trained
     for name in ("embed", "embed_avg", "cluster_size"):
         torch.testing.assert_close(getattr(loaded, name), getattr(codebook, name))
+
+
+def test_the_shipped_model_says_short_texts_and_nothing_else() -> None:
+    """It has heard no clips of less than three seconds: by itself it goes on after these."""
+    shipped = Path(config.__file__).with_name("base")
+    synthesizer, voices = load_synthesizer(shipped), VoiceLibrary(shipped)
+    voice = voices.load(voices.default("en"), synthesizer.fingerprint)
+    for text in ("Yes.", "Good morning.", "Stop!"):
+        report = synthesizer.speak(text, voice, "en", seed=1).report
+        assert report.sentences[0].problem is None and report.sentences[0].num_attempts == 1
+        assert 0.3 < report.seconds < 1.3

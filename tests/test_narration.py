@@ -15,7 +15,7 @@ from synthesis_fixtures import LONG_TEXT, TEXTS
 from myxtts.audio import Wave
 from myxtts.model.gpt import text_attention
 from myxtts.synthesis import alignment, narration
-from myxtts.synthesis.alignment import Word, token_of_each_code, word_times
+from myxtts.synthesis.alignment import Word, end_of_text, token_of_each_code, word_times
 from myxtts.synthesis.markup import Segment
 from myxtts.synthesis.narration import Cue, Line, Narrator, SpokenLine, cues_of, subtitles
 from myxtts.synthesis.synthesizer import Report, Synthesizer
@@ -208,3 +208,28 @@ def test_a_report_of_several_lines_keeps_every_note(synthesizer: Synthesizer, an
     found = narration.merged([replace(reports[0], other_notes=("a",)), reports[1]])
     assert found.unknown_characters == {"ß": "s"} and found.other_notes == ("a", "b")
     assert len(found.sentences) == 2
+
+
+READ, ELSEWHERE = 0.9, 0.04
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 1, 2, 2, 3, 4, 4], 7),  # token by token, to the full stop
+        ([1, 1, 2, 2], None),  # it was not said to its end
+        ([4, 3, 2, 1, 4, 1, 4], None),  # nothing is read here
+        ([4, 4, 4, 4, 4, 4, 4], None),
+    ],
+)
+def test_a_text_ends_where_the_head_that_reads_looks_away(
+    tokens: list[int], expected: int | None, synthesizer: Synthesizer, anna: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it the same is said again, and then something else, at which no token is looked at."""
+    attention = torch.full((1, 30, 5), ELSEWHERE)
+    said = tokens + [None] * 4 + tokens
+    for code, token in enumerate(said):
+        if token is not None:
+            attention[0, code, token] = READ - 4 * ELSEWHERE
+    monkeypatch.setattr(alignment, "text_attention", lambda *_: attention)
+    assert end_of_text(synthesizer.gpt, anna.latents, range(5), range(30)) == expected

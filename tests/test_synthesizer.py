@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from myxtts.cli import main
 from myxtts.devices import Plan, allocatable_bytes, apply_caps, release_memory
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.run_dir import inherited
+from myxtts.synthesis.alignment import TAIL_CODES
 from myxtts.synthesis.generation import Sampling
 from myxtts.synthesis.slots import Slots
 from myxtts.synthesis.synthesizer import (
@@ -196,6 +198,25 @@ def test_a_run_away_ends_and_is_reported(anna: Voice) -> None:
     assert report.sentences[0].problem == "run-away" and report.seconds < 5
     assert any("run-away, 2 attempts" in note for note in report.notes())
     assert [(title, done[-1]) for title, _, done in bars.shown] == [("Speaking", 1)]
+
+
+def test_what_is_said_after_a_short_text_is_left_out(anna: Voice, monkeypatch: Patch) -> None:
+    """Codes are looked at after fixed numbers of them: a stream and side by side, the same is cut."""
+
+    def ends_at_9(_: object, voice: torch.Tensor, ids: Sequence[int], codes: Sequence[int]) -> int | None:  # noqa: ARG001
+        return 9 if len(codes) > 9 else None
+
+    synthesizer = speaking(make_model(stop_bias=-100.0))
+    whole = synthesizer.speak("Good morning.", anna, "en", seed=4, num_attempts=1)
+    assert whole.report.sentences[0].problem == "run-away"
+    monkeypatch.setattr("myxtts.synthesis.scheduler.end_of_text", ends_at_9)
+    speech = synthesizer.speak("Good morning.", anna, "en", seed=4)
+    (sentence,) = speech.report.sentences
+    assert sentence.problem is None and sentence.num_attempts == 1
+    assert sentence.codes == whole.report.sentences[0].codes[: 9 + TAIL_CODES]
+    others = synthesizer.speak_many([TEXTS[0], "Good morning."], anna, "en", seed=4)
+    assert others[1].report.sentences[0].codes == sentence.codes
+    assert np.array_equal(np.concatenate([*synthesizer.stream("Good morning.", anna, "en", seed=4)]), speech.wave)
 
 
 def test_a_model_that_says_nothing_is_an_error(anna: Voice) -> None:

@@ -3,7 +3,7 @@
 The codes of a sentence are run through the GPT once more, all at the same time. One head looks at the text token
 that is being said; the best monotonic path through its attention gives every token its codes. In a pause it
 already looks at the next word, so the edges of words are moved to those of silence nearby. docs/speaking.md says
-how exact the times are. A GPT without such a head gives none.
+how exact the times are. The same head tells when a text was said. A GPT without such a head gives neither.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ _WINDOW_S, _QUIET, _SHORTEST_SILENCE_S = 0.01, 0.02, 0.1
 """Windows below a share of the loudest one are quiet; so many of them are a silence, not a plosive."""
 _BEFORE_S, _AFTER_S = 0.12, 0.03  # an edge of words so near to a silence belongs to it
 _SHORTEST_WORD_S = 0.06
+
+LEAST_LOOK = 0.5  # of the attention of a code that says the text; once the text is said, it falls to about 0.1
+LEAST_FORWARD = 0.9  # of the steps from code to code: they do not go back in the text
+TAIL_CODES = 4  # after the text: its sound ends, and nothing new has begun
+USUAL_TAIL_CODES = 16  # within which a sentence ends by itself: 12 to 14 with the base model
 
 Times = npt.NDArray[np.float64]
 
@@ -66,6 +71,23 @@ def token_of_each_code(attention: Tensor) -> tuple[npt.NDArray[np.int64], float]
         path[code] = place
         place -= int(steps[code, place])
     return path, certainty
+
+
+def end_of_text(gpt: GPT, voice: Tensor, ids: Sequence[int], codes: Sequence[int]) -> int | None:
+    """How many codes say the text; None if they do not reach its end, or if this GPT does not show it.
+
+    The head that reads goes through the text once, and hardly looks at it any more when it was said.
+    """
+    head = sharpest(text_attention(gpt, voice, ids, codes))
+    looks, tokens = (head.sum(-1) >= LEAST_LOOK).cpu().numpy(), head.argmax(-1).cpu().numpy()
+    last = np.flatnonzero(looks & (tokens >= len(ids) - 2))  # the last letter or the full stop
+    elsewhere = np.flatnonzero(~looks[:-1] & ~looks[1:])
+    after = elsewhere[elsewhere > last[0]] if len(last) else elsewhere[:0]
+    if not len(after):
+        return None
+    read = tokens[: after[0]][looks[: after[0]]]
+    reads = len(set(read.tolist())) >= len(ids) / 2 and bool((np.diff(read) >= 0).mean() >= LEAST_FORWARD)
+    return int(after[0]) if reads else None
 
 
 def word_times(

@@ -31,6 +31,7 @@ from myxtts.audio import Wave
 from myxtts.devices import CAPTURING, Event, Stream, is_out_of_memory, release_memory, work_on
 from myxtts.errors import MyXTTSError, PipelineError
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
+from myxtts.synthesis.alignment import TAIL_CODES, USUAL_TAIL_CODES, end_of_text
 from myxtts.synthesis.generation import Generated, Prompt, Sampling, draws, num_threads
 from myxtts.synthesis.slots import Running, Slots, slots_of
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Sentence, ends_in_loop, find_problem
@@ -387,6 +388,9 @@ class Scheduler:
 
     def _collect(self, job: Job, spoken: _Spoken) -> None:
         """Take parts of a sentence that are complete from the slots."""
+        if spoken.sentence.is_short:
+            self._collect_short(job, spoken)
+            return
         current, most = spoken.current, spoken.sentence.bounds.most
         while (running := spoken.running) is not None:
             size = current.num_wanted = job.piece_codes(spoken)
@@ -406,6 +410,29 @@ class Scheduler:
                 current.attempt = Attempt(tuple(codes), REPETITION, current.number + 1)
             if current.attempt is not None:
                 self._leave(spoken)
+
+    def _collect_short(self, job: Job, spoken: _Spoken) -> None:
+        """Take a short sentence as a whole, without what was said after its text.
+
+        The codes are looked at after fixed numbers of them, so that where a sentence ends does not depend on time.
+        """
+        running, current = spoken.running, spoken.current
+        assert running is not None
+        while running.has_ended or len(running.codes) >= current.num_wanted:
+            size = min(current.num_wanted, len(running.codes))
+            is_whole = running.has_ended and size == len(running.codes)
+            said = end_of_text(self.slots.gpt, job.voice.latents, spoken.sentence.ids, running.codes[:size])
+            goes_on = said is not None and size > said + USUAL_TAIL_CODES
+            if not goes_on and not is_whole:
+                current.num_wanted += CHUNK_CODES
+                continue
+            current.num_taken = said + TAIL_CODES if said is not None and goes_on else size
+            codes = tuple(running.codes[: current.num_taken])
+            current.parts.append(self.slots.generated(running, 0, current.num_taken))
+            problem = find_problem(codes, spoken.sentence.bounds)
+            current.attempt = Attempt(codes, problem, current.number + 1)
+            self._leave(spoken)
+            return
 
     def _leave(self, spoken: _Spoken) -> None:
         running, spoken.running = spoken.running, None

@@ -152,6 +152,10 @@ class Slots:
         return cache + (shape.steps + 1) * (4 * dims.dim + 12) + dims.audio_tokens
 
     @property
+    def gpt(self) -> GPT:
+        return self._gpt
+
+    @property
     def num_used(self) -> int:
         return sum(running is not None for running in self._of_row)
 

@@ -75,6 +75,7 @@ def ends_in_loop(codes: Sequence[int], num_added: int) -> bool:
 
 SHORT_SHARE = 0.1
 """Sentences shorter than this share of the limit are joined to a neighbour: alone they come out badly."""
+ALONE_SHARE = 0.104  # of the most characters of a language: sentences below it are short (English: 26 characters)
 
 _QUESTIONS, _WIDE_ENDS = "!?…؟।॥۔", "。！？｡"
 _CLOSING = "\"'”’»›)\\]」』】"
@@ -235,6 +236,8 @@ class Sentence(NamedTuple):
     text: str  # as the user wrote it
     ids: list[int]
     bounds: Bounds
+    is_short: bool = False
+    """About two seconds or less: a model that has heard no short clips says more than the text."""
 
 
 class TextFrontend:
@@ -292,7 +295,8 @@ class TextFrontend:
             num_letters += len(letters)
             if ids:
                 limits = bounds(len(words), self._limits.max_codes)
-                sentences.append(Sentence(len(sentences), piece, ids, limits))
+                is_short = len(words) < ALONE_SHARE * load_table(language).max_characters
+                sentences.append(Sentence(len(sentences), piece, ids, limits, is_short))
         if not num_letters:
             raise UnspeakableText(f"There is nothing to say: {text.strip()[:40]!r} has no letters and no digits.")
         if 2 * num_lost > num_letters or not sentences:
