@@ -51,7 +51,7 @@ CAPTURED_SLOTS = (128, 192, 224, 256, 384, 512)  # that attention covers then; a
 FEW_ROWS, MET_ROWS, MET_SLOTS = 16, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128), (256, 384, 512)
 """Of steps that are captured when they are met, and slots for few rows, whose attention takes little time."""
 CAPTURED_KEPT = 64  # of the likeliest codes that are sorted, where no `top_k` is larger
-STATE_COLUMNS = 3  # of what is read after a step, before the codes
+NEWS = 4  # numbers of a row that are read after a step: codes so far, if it ended, if it is finite, the last code
 
 
 @dataclass(eq=False)
@@ -76,6 +76,11 @@ class Running:
         return CONDITIONING_TOKENS + len(self.prompt.ids) + 2
 
     @property
+    def num_slots(self) -> int:
+        """Slots of its prefix, and of the codes of all steps that were launched."""
+        return self.num_tokens + self.num_launched
+
+    @property
     def is_clean(self) -> bool:
         """True if nothing it has written can be NaN."""
         return bool(self.codes) and not self.is_damaged
@@ -90,7 +95,7 @@ class _Part(NamedTuple):
 class _Launched(NamedTuple):
     """Steps whose results are on their way to the host."""
 
-    numbers: Tensor  # [rows, STATE_COLUMNS + codes], on the host
+    news: Tensor  # [steps, rows, NEWS], on the host
     passed: Event
     running: list[tuple[Running, int]]  # with the row that each had
 
@@ -122,13 +127,13 @@ class Slots:
             return torch.full((rows, *size), value, dtype=torch.long, device=device)
 
         self._last_codes, self._place, self._most = numbers(), numbers(), numbers()
-        self._ended, self._codes = numbers(value=1).bool(), numbers(columns)
+        self._ended, self._news = numbers(value=1).bool(), numbers(NEWS)
         self._used = numbers(gpt.dims.audio_tokens).bool()
         self._draws, self._latents = numbers(columns).float(), numbers(columns, gpt.dims.dim).float()
         self._sum = numbers().float()  # of the latents: not finite if one of them is not
         self._options = torch.ones(rows, len(OPTIONS), device=device)
         self._pairs = numbers(2)  # the row that chooses the code, and the one without text
-        self._state = [self._last_codes, self._place, self._most, self._ended, self._codes, self._used]
+        self._state = [self._last_codes, self._place, self._most, self._ended, self._used]
         self._state += [self._draws, self._latents, self._sum, self._options, self._decoding.starts]
         self._of_row: list[Running | None] = [None] * rows
         self._all: list[Running] = []
@@ -142,14 +147,13 @@ class Slots:
         self._prefixes: _CapturedPrefixes | None = None
         for row in range(rows):
             self._clear(row)
-        self._set_pairs()
 
     @staticmethod
     def bytes_of(gpt: GPT, shape: Shape) -> int:
         """Memory of one slot, nearly exact."""
         dims, like = gpt.dims, gpt.mel_embedding.weight
         cache = 2 * dims.layers * dims.dim * Decoding.num_slots(shape) * like.element_size()
-        return cache + (shape.steps + 1) * (4 * dims.dim + 12) + dims.audio_tokens
+        return cache + (shape.steps + 1) * (4 * dims.dim + 4) + dims.audio_tokens
 
     @property
     def num_used(self) -> int:
@@ -178,13 +182,12 @@ class Slots:
         for row in rows:  # at the end: a failure before leaves the slots free
             self._of_row[row] = running
         self._all.append(running)
-        self._set_pairs()
         return running
 
     def _begin(self, row: int, prompt: Prompt, sampling: Sampling) -> None:
         num_codes, dims = len(prompt.draws), self._gpt.dims
         self._last_codes[row], self._place[row], self._most[row] = dims.start_code, 0, num_codes
-        self._codes[row], self._sum[row] = dims.stop_code, 0
+        self._sum[row] = 0
         self._draws[row, :num_codes] = self._sent(prompt.draws)
         self._used[row] = False
         if sampling.penalise_prompt:
@@ -223,10 +226,9 @@ class Slots:
             self._prefixes.wait()
         for row in running.rows:
             self._of_row[row] = None
-            self._clear(row, keeps_cache=running.is_clean and self._device.type == "cpu")
+            self._clear(row, running)
         running.rows = []
         self._all.remove(running)
-        self._set_pairs()
 
     @torch.inference_mode()
     def step(self, num_steps: int = 1) -> list[Running] | None:
@@ -264,40 +266,34 @@ class Slots:
 
     def _launch(self, ready: list[Running], num_steps: int) -> None:
         highest = max(row for row, running in enumerate(self._of_row) if running) + 1
-        num_slots = max(each.num_tokens + each.num_launched for each in ready)
+        num_slots = max(each.num_slots for each in ready)
         size = self._size(highest, rounded_up(num_slots))
+        self._set_pairs()
         if self._stream is not None and size not in self._graphs:
             self._capture(size)
-        for _ in range(num_steps):
+        on_gpu, passed = self._device.type == "cuda", Event(self._device)
+        news = torch.empty(num_steps, highest, NEWS, dtype=torch.long, pin_memory=on_gpu)
+        for step in range(num_steps):
             if graph := self._graphs.get(size):
                 graph.replay()
             else:
                 self._step(size)
-        stopped = self._last_codes == self._gpt.dims.stop_code
-        num_codes = self._place - (stopped & self._ended).long()
-        state = torch.stack([num_codes, self._ended.long(), self._sum.isfinite().long()], 1)
-        numbers, passed = torch.cat([state, self._codes], 1)[:highest], Event(self._device)
-        if self._device.type == "cuda":
-            there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            numbers = there.copy_(numbers, non_blocking=True)
+            news[step].copy_(self._news[:highest], non_blocking=True)
         Stream.current(self._device).record(passed)
-        self._launched = _Launched(numbers, passed, [(each, each.rows[0]) for each in ready])
+        self._launched = _Launched(news, passed, [(each, each.rows[0]) for each in ready])
 
     def _read(self, launched: _Launched | None) -> list[Running]:
         """The sentences of these steps that are still there, with their new codes."""
         if launched is None:
             return []
         launched.passed.wait_on_host()
-        state, found, numbers = launched.numbers[:, :STATE_COLUMNS].tolist(), [], launched.numbers.numpy()
-        for running, row in launched.running:
-            if not running.rows or running.has_ended:
-                continue
-            num_codes, has_ended, is_finite = state[row]
-            new = numbers[row, STATE_COLUMNS + len(running.codes) : STATE_COLUMNS + num_codes]
-            running.codes += new.tolist()
-            running.has_ended, running.is_damaged = bool(has_ended), not is_finite
-            found.append(running)
-        return found
+        found = [(running, row) for running, row in launched.running if running.rows and not running.has_ended]
+        for news in launched.news.tolist():
+            for running, row in found:
+                num_codes, has_ended, is_finite, code = news[row]
+                running.codes += [code] * (num_codes - len(running.codes))
+                running.has_ended, running.is_damaged = bool(has_ended), not is_finite
+        return [running for running, _ in found]
 
     def _step(self, size: _Size) -> None:
         """Touches only memory that stays and needs nothing from the host, so it can be captured."""
@@ -314,13 +310,16 @@ class Slots:
         codes = torch.where(ended, self._last_codes[:rows], chosen)
         self._last_codes[:rows] = codes
         self._used[:rows].scatter_(1, codes[:, None], True)
-        column = torch.where(ended, self._codes.shape[1] - 1, place)  # the last column is never read
+        column = torch.where(ended, self._latents.shape[1] - 1, place)  # the last column is never read
         numbers, latents = self._decoding.rows[:rows], latents.float()
-        self._codes.index_put_((numbers, column), codes)
         self._latents.index_put_((numbers, column), latents)
         self._sum[:rows] += torch.where(ended, 0, latents.sum(-1))
         place += ~ended
-        ended |= (codes == stop) | (place >= self._most[:rows])
+        stopped = codes == stop
+        ended |= stopped | (place >= self._most[:rows])
+        num_codes = place - stopped.long()
+        news = [num_codes, ended.long(), self._sum[:rows].isfinite().long(), codes]
+        self._news[:rows] = torch.stack(news, 1)
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """A tensor of the host on the device; the host does not wait."""
@@ -337,12 +336,15 @@ class Slots:
             self._pairs_sent = pairs
 
     @torch.inference_mode()
-    def _clear(self, row: int, *, keeps_cache: bool = False) -> None:
+    def _clear(self, row: int, running: Running | None = None) -> None:
         """Let a row write to the slot that is never read; nothing of its sentence stays that could be NaN."""
         self._ended[row], self._place[row], self._decoding.starts[row] = True, 0, self._unused
-        if not keeps_cache:
-            self._decoding.keys[:, row].zero_()
-            self._decoding.values[:, row].zero_()
+        if running is not None and running.is_clean and self._device.type == "cpu":
+            return
+        # Steps that still run write to the slot after the last code.
+        used = running.num_slots + 1 if running is not None and running.is_clean else self._unused + 1
+        for cache in (self._decoding.keys, self._decoding.values):
+            cache[:, row, :, :used] = 0
 
     def _compact(self) -> None:
         """Move sentences to lower rows where a step then computes fewer of them."""
@@ -357,14 +359,13 @@ class Slots:
             self._move(moved, last, self._of_row.index(None))
 
     def _move(self, running: Running, source: int, target: int) -> None:
-        used = rounded_up(running.num_tokens + running.num_launched)
+        used = rounded_up(running.num_slots)
         cache = [each.transpose(0, 1)[:, :, :, :used] for each in (self._decoding.keys, self._decoding.values)]
         for each in (*self._state, *cache):
             each[target] = each[source]
         running.rows[running.rows.index(source)] = target
         self._of_row[target], self._of_row[source] = running, None
-        self._clear(source, keeps_cache=running.is_clean and self._device.type == "cpu")
-        self._set_pairs()
+        self._clear(source, running)
 
     # Sizes of steps, of which each is captured once
 
@@ -399,6 +400,7 @@ class Slots:
         """
         if self._stream is None:
             return
+        self._set_pairs()
         codes, every_slot = self._gpt.dims.audio_tokens, self._unused + 1
         most_kept = min(codes, CAPTURED_KEPT) if 0 < sampling.top_k <= CAPTURED_KEPT else codes
         sizes = {
