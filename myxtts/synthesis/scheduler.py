@@ -244,6 +244,7 @@ class Scheduler:
         self._of: dict[Running, tuple[Job, _Spoken]] = {}
         self._most_vocoding = min(self._num_threads, CPU_VOCODERS) if self._on_cpu else GPU_PIECES * GPU_BATCHES
         self._stream = Stream(device) if has_own_stream else None
+        self._copies, self._copied = Stream(device, high_priority=True), Event(device)  # of latents that were read
         self._vocoders: ThreadPoolExecutor | None = None
 
     def submit(self, job: Job) -> None:
@@ -317,6 +318,10 @@ class Scheduler:
             has_part = len(running.codes) - spoken.current.num_taken >= spoken.current.num_wanted
             if (has_part or running.has_ended or running.is_damaged) and not job.has_ended:
                 self._isolated(job, partial(self._collect, spoken=spoken))
+        # The next steps write where the copies read.
+        self._copied = Event(self.device)
+        self._copies.record(self._copied)
+        Stream.current(self.device).wait(self._copied)
         self.num_steps += num_steps
         self.step_s += ((time.monotonic() - began_at) / num_steps - self.step_s) / min(self.num_steps, 100)
         return True
@@ -396,7 +401,8 @@ class Scheduler:
             if num_left < size and not is_last:
                 return
             end = current.num_taken + min(size, max(0, num_left))
-            part, codes = self.slots.generated(running, current.num_taken, end), running.codes[:end]
+            with self._copies.use():  # which does not wait for the steps that run now
+                part, codes = self.slots.generated(running, current.num_taken, end), running.codes[:end]
             current.num_taken = end
             current.parts.append(part)
             if is_last:
@@ -442,7 +448,7 @@ class Scheduler:
             self._num_vocoding += len(chosen)
             for batch in [[part] for part in chosen] if self._on_cpu else [chosen]:
                 self._num_batches += 1
-                make = partial(self._waves, [part.push for part in batch], self._ready())
+                make = partial(self._waves, [part.push for part in batch], self._copied)
                 if self._on_cpu or self._stream is not None:
                     self._pool().submit(make).add_done_callback(partial(self._put_sound, batch))
                 else:
@@ -473,20 +479,10 @@ class Scheduler:
         current.is_vocoding = True
         return _Part(job, spoken, current, Push(current.stream, part, is_last))
 
-    def _ready(self) -> Event | None:
-        """The point in the stream of the steps at which the latents of parts are there."""
-        if self._stream is None:
-            return None
-        ready = Event(self.device)
-        Stream.current(self.device).record(ready)
-        return ready
-
-    def _waves(self, pushes: Sequence[Push], ready: Event | None) -> list[Tensor]:
+    def _waves(self, pushes: Sequence[Push], copied: Event) -> list[Tensor]:
         """The next samples of streams of the vocoder; one by one if memory is short for all."""
-        with contextlib.ExitStack() as stack:
-            if self._stream is not None and ready is not None:
-                stack.enter_context(self._stream.use())
-                self._stream.wait(ready)
+        with self._stream.use() if self._stream is not None else contextlib.nullcontext():
+            Stream.current(self.device).wait(copied)
             made = attempted(self._vocoder.push_many, pushes)
             if made is None:
                 with CAPTURING:
