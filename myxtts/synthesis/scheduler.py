@@ -45,6 +45,7 @@ GPU_FIRST_CODES = 6
 """Of the first piece on a GPU, after those of which nothing can be heard yet: the next piece is made long before
 this one was played."""
 GPU_GROWTH = 2  # pieces after the second are so much longer on a GPU: their context costs less, and none is urgent
+SAFE_S = 1.0  # with so much, those of whom nothing more is generated go first: their clients may ask for more
 LEAD_S = 5.0  # a listener who has so much more than was played lets others go first
 SENTENCES_AHEAD = 2  # of a job, generated before the sound of those before them is made
 GPU_PIECES, GPU_BATCHES = 16, 2  # pieces that become sound together, and batches that are under way
@@ -457,12 +458,14 @@ class Scheduler:
 
     def _chosen(self) -> list[_Part]:
         """Parts to make sound of; those of listeners who have heard nothing yet wait for no others."""
-        now, waiting, chosen = time.monotonic(), list[tuple[float, int, Job, _Spoken]](), list[_Part]()
+        now, chosen = time.monotonic(), list[_Part]()
+        waiting = list[tuple[float, bool, float, int, Job, _Spoken]]()
         most = self._most_vocoding - self._num_vocoding if self._on_cpu else GPU_PIECES
         for job in self.jobs:
             for spoken in islice(job.unfinished, 1) if job.streams else job.begun:
                 if spoken.current.parts and not spoken.current.is_vocoding:
-                    waiting.append((job.lead_s(now), len(waiting), job, spoken))
+                    lead_s, goes_on = job.lead_s(now), bool(job.waiting or spoken.running)
+                    waiting.append((min(lead_s, SAFE_S), goes_on, lead_s, len(waiting), job, spoken))
         for *_, job, spoken in sorted(waiting):
             is_urgent = job.heard_at is None
             if len(chosen) == most or (chosen and chosen[0].job.heard_at is None and not is_urgent):

@@ -49,10 +49,11 @@ MAX_SPEED = 2.0
 REACH_FRAMES = 16
 """Receptive field of the generator to either side: 13.3 frames by the widths of its convolutions."""
 FADE_FRAMES = 1
-GPU_WINDOWS: dict[int, tuple[int, ...]] = {208: (1, 2, 4, 8, 12, 16), 128: (1, 2, 4, 8, 16), 64: (1, 2, 4, 8, 16)}
+GPU_WINDOWS: dict[int, tuple[int, ...]] = dict.fromkeys((208, 128, 64), (1, 2, 4, 8))
 """Windows by their frames, and how many of them are computed together. A piece of 40 codes with its context takes
 one of 208 frames, a piece of 20 one of 128, a first piece of 10 one of 64. With other lengths a GPU would have to
 plan the convolutions again."""
+SPARE_FRAMES = 300  # that nobody needs take less time than one more run
 PLANS_TRIED = 4  # of a convolution when it is captured
 TO_FRAMES, TO_OUTPUT = Fraction(SAMPLES_PER_CODE, HOP_SAMPLES), Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE)
 TOLERANCE = 0.05  # of fused kernels, of the loudest sample: they round less often
@@ -259,9 +260,11 @@ class Windows:
             by_size[plan.size] += [(index, excerpt) for excerpt in plan.excerpts]
         for size, work in sorted(by_size.items()):
             counts = self._counts.get(size, (1,))
-            for at in range(0, len(work), max(counts)):
-                some = work[at : at + max(counts)]
-                count = min(each for each in counts if each >= len(some))
+            while work:
+                count = min((each for each in counts if each >= len(work)), default=max(counts))
+                if (count - len(work)) * size > SPARE_FRAMES:
+                    count = max(each for each in counts if each <= len(work))
+                some, work = work[:count], work[count:]
                 program = self._programs.get((size, count)) or _Program(self, size, count)
                 given = [(pushes[index].stream, plans[index], excerpt) for index, excerpt in some]
                 made = program.run(given)
