@@ -8,8 +8,8 @@ every client sends its next request as soon as the last one has ended; they begi
 streams, each is a listener who plays the sound as it arrives and asks for more at its end; a gap is a wait of more
 than 20 ms. A rate holds if no listener of that many had a gap.
 
-`--set scheduler.GPU_STEPS=1` changes constants of `myxtts.synthesis` before the engine is made. With each `--variant
-"scheduler.GPU_STEPS=1 scheduler.GPU_PIECES=8"` clients are measured again, with the same engine.
+`--set scheduler.GPU_STEPS=1` changes constants of `myxtts.synthesis` before the engine is made. For every
+`--variant "scheduler.GPU_STEPS=1 slots.COMPACT=0.9"` clients are measured again, with the same engine.
 """
 
 from __future__ import annotations
