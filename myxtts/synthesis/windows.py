@@ -221,7 +221,8 @@ class Windows:
         """Capture batches of windows on a GPU, the largest first: others fit into its memory."""
         if self.device.type != "cuda":
             return
-        with _tf32_products():
+        Stream.current(self.device).finish()
+        with self.stream.use(), _tf32_products():
             self.fused = FusedGenerator.compiled(self.generator)
         for size, counts in sorted(self._counts.items(), reverse=True):
             for count in sorted(counts, reverse=True):
@@ -413,23 +414,10 @@ _BLOCK = 2048  # elements of a program of the kernel
 
 
 def _add_kernel(  # type: ignore[no-untyped-def]
-    y,
-    bias,
-    one,
-    other,
-    total,
-    active,
-    count,
-    per_sample,
-    last_channel,
-    scale,
-    slope,
-    IS_OF_SAMPLE: tl.constexpr,
-    NUM_ADDED: tl.constexpr,
-    HAS_TOTAL: tl.constexpr,
-    HAS_ACTIVE: tl.constexpr,
+    y, bias, one, other, total, active, count, per_sample, last_channel, scale, slope,
+    IS_OF_SAMPLE: tl.constexpr, NUM_ADDED: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_ACTIVE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """`FusedGenerator._sum`, for Triton: it knows no names but `tl` and those of its arguments."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
