@@ -172,7 +172,8 @@ class Measured:
         for variant in ["", *options.variant]:
             set_constants(variant.split())
             self._clients(variant)
-        self._streams()
+        if options.streams:
+            self._streams()
         self._joining(options.speaking)
         if torch.cuda.is_available():
             self._add("GPU memory at its peak (GiB)", f"{torch.cuda.max_memory_allocated() / 2**30:.2f}")
@@ -264,7 +265,7 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--slots", type=int, default=128 if on_gpu else None)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 64, 128] if on_gpu else [1, 2, 4])
-    parser.add_argument("--streams", type=int, nargs="+", default=[200, 300] if on_gpu else [1, 2, 3])
+    parser.add_argument("--streams", type=int, nargs="*", default=[200, 300] if on_gpu else [1, 2, 3])
     parser.add_argument("--speaking", type=int, default=64 if on_gpu else 2, help="while requests join")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--set", nargs="*", default=[], metavar="MODULE.NAME=VALUE")

@@ -64,6 +64,7 @@ class Running:
     rows: list[int]  # with guidance the second one is without text
     sampling: Sampling
     prompt: Prompt
+    most: int  # codes
     codes: list[int] = field(default_factory=list)  # that were read so far
     has_ended: bool = False
     is_ready: bool = False  # its prefixes have run: it takes part in steps
@@ -183,7 +184,7 @@ class Slots:
     def join(self, prompt: Prompt, sampling: Sampling) -> Running:
         """Give a sentence its slots, of which enough must be free; `prefill` runs its prefixes."""
         rows = [row for row, running in enumerate(self._of_row) if running is None][: slots_of(sampling)]
-        running = Running(rows, sampling, prompt)
+        running = Running(rows, sampling, prompt, len(prompt.draws))
         size = PREFILL_TOKENS if self._stream is None else GPU_PREFILL_TOKENS
         for row, ids in zip(rows, (prompt.ids, ()), strict=False):
             end = CONDITIONING_TOKENS + len(ids) + 2
@@ -204,8 +205,8 @@ class Slots:
             passed, self._is_cleared = self._prefixes.run(parts, waits=self._is_cleared), False
         for running, part in zip(some, parts, strict=True):
             if passed is None:
-                ids, row = (self._sent(torch.tensor(each)) for each in ([*part.ids], [part.row]))
-                x = self._decoding.prefix(self._sent(part.voice), ids.long())[part.first : part.end]
+                ids, row = (torch.tensor([*each]).long().to(self._device) for each in (part.ids, [part.row]))
+                x = self._decoding.prefix(part.voice.to(self._device), ids)[part.first : part.end]
                 slots = self._decoding.slots[part.first : part.end]
                 self._decoding.extend(x, row, slots, rounded_up(part.end))
             running.num_parts_run += 1
@@ -278,11 +279,11 @@ class Slots:
         """
         before, self._launched = self._launched, None
         self._start_those_that_can(waits=before is None)
-        ready = [each for each in self._all if each.is_ready and each.num_launched < len(each.prompt.draws)]
+        ready = [each for each in self._all if each.is_ready and each.num_launched < each.most]
         if ready:
             self._compact()
             for each in ready:
-                each.num_launched = min(each.num_launched + num_steps, len(each.prompt.draws))
+                each.num_launched = min(each.num_launched + num_steps, each.most)
             self._launch(ready, num_steps)
             if not self._runs_ahead:
                 before, self._launched = self._launched, None
@@ -365,18 +366,13 @@ class Slots:
         news = [num_codes, ended.long(), self._sum[:rows].isfinite().long(), codes]
         self._news[:rows] = torch.stack(news, 1)
 
-    def _sent(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host on the device; the host does not wait."""
-        on_gpu = self._device.type == "cuda" and tensor.device.type == "cpu"
-        return tensor.pin_memory().to(self._device, non_blocking=True) if on_gpu else tensor
-
     def _set_pairs(self) -> None:
         pairs = [[row, row] for row in range(self._num_rows)]
         for running in self._all:
             pairs[running.rows[-1]][0] = running.rows[0]
             pairs[running.rows[0]][1] = running.rows[-1]
         if pairs != self._pairs_sent:
-            self._pairs.copy_(self._sent(torch.tensor(pairs)))
+            _send(self._pairs, torch.tensor(pairs))
             self._pairs_sent = pairs
 
     @torch.inference_mode()
