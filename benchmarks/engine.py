@@ -19,6 +19,7 @@ import ast
 import heapq
 import importlib
 import itertools
+import logging
 import os
 import threading
 import time
@@ -169,20 +170,20 @@ class Measured:
         self._add(
             f"memory of {stats.slots} slots (GiB)", f"{stats.memory_bytes / 2**30:.2f}", f"memory {stats.slots}"
         )
-        for variant in ["", *options.variant]:
-            set_constants(variant.split())
-            self._clients(variant)
+        self._clients()
+        self._joining(options.speaking)
         if options.streams:
             self._streams()
-        self._joining(options.speaking)
+        for variant in options.variant:
+            set_constants(variant.split())
+            self._add("with", variant)
+            self._clients()
         if torch.cuda.is_available():
             self._add("GPU memory at its peak (GiB)", f"{torch.cuda.max_memory_allocated() / 2**30:.2f}")
         self._engine.close(drain=False)
         self._table.show()
 
-    def _clients(self, variant: str) -> None:
-        if variant:
-            self._add("with", variant)
+    def _clients(self) -> None:
         for clients in self._options.clients:
             found, rate = self._load(clients)
             first_s = [each.first_at - each.sent_at for each in found if each.first_at]
@@ -273,6 +274,8 @@ def main() -> None:
     parser.add_argument("--play-s", type=float, default=7.0, help="of listening in real time, twice")
     options = parser.parse_args()
     set_constants(options.set)
+    logging.basicConfig()
+    logging.getLogger("myxtts.synthesis.windows").setLevel(logging.DEBUG)  # why there are no fused kernels
     for name in options.models:
         began_at = time.perf_counter()
         measure(name, options)
