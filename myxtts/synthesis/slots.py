@@ -50,7 +50,7 @@ CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 104
 CAPTURED_SLOTS = (128, 192, 224, 256, 384, 512)  # that attention covers then; another graph covers all
 FEW_ROWS, MET_ROWS, MET_SLOTS = 16, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128), (256, 384, 512)
 """Of steps that are captured when they are met, and slots for few rows, whose attention takes little time."""
-COMPACT = 0.85  # move sentences to lower rows only if a step would then compute less than this share of the rows
+COMPACT = 0.85  # on a GPU sentences move to lower rows if a step then computes less than this share of the rows
 CAPTURED_KEPT = 64  # of the likeliest codes that are sorted, where no `top_k` is larger
 GPU_BEGINS = 4  # sentences that begin together on a GPU
 BEGIN = 4  # numbers of a sentence that begins, before its options: row, slot, codes, if the prompt counts as used
@@ -389,9 +389,10 @@ class Slots:
 
     def _compact(self) -> None:
         """Move sentences to lower rows where a step then computes fewer of them."""
+        share = 1 if self._stream is None else COMPACT
         while None in self._of_row[: self.num_used]:
             last = max(row for row, running in enumerate(self._of_row) if running is not None)
-            if COMPACT * self._row_count(last + 1) <= self._row_count(self.num_used):
+            if share * self._row_count(last + 1) <= self._row_count(self.num_used):
                 return
             moved = self._of_row[last]
             assert moved is not None
