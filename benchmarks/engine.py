@@ -7,13 +7,19 @@ A model is a size, with fresh weights that end every sentence after about six se
 every client sends its next request as soon as the last one has ended; they begin one after the other. Of real-time
 streams, each is a listener who plays the sound as it arrives and asks for more at its end; a gap is a wait of more
 than 20 ms. A rate holds if no listener of that many had a gap.
+
+`--set scheduler.GPU_STEPS=1` changes constants of `myxtts.synthesis` before the engine is made. For every
+`--variant "scheduler.GPU_STEPS=1 slots.COMPACT=0.9"` clients are measured again, with the same engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import heapq
+import importlib
 import itertools
+import logging
 import os
 import threading
 import time
@@ -37,6 +43,7 @@ GAP_S = 0.02
 AIMS = {"first 1": "≤ 60", "first 64": "≤ 80 / ≤ 200", "rate 128": "≥ 1,000", "streams": "≥ 200"}
 AIMS |= {"memory 128": "≤ 16", "joining": "≤ +5 %"}
 JOIN_EVERY_S = 0.05
+CONSTANTS = ("engine", "scheduler", "slots", "synthesizer", "vocoding", "windows")
 
 
 @dataclass
@@ -118,6 +125,18 @@ class Clients:
             self._changed.wait_for(lambda: all(each.ended_at for each in self.heard), 60)
 
 
+def set_constants(settings: Sequence[str]) -> None:
+    """Change constants, also where they were imported."""
+    for setting in settings:
+        place, value = setting.split("=", 1)
+        modules = [importlib.import_module(f"myxtts.synthesis.{name}") for name in CONSTANTS]
+        module, name = place.split(".")
+        getattr(modules[CONSTANTS.index(module)], name)
+        for each in modules:
+            if hasattr(each, name):
+                setattr(each, name, ast.literal_eval(value))
+
+
 def milliseconds(times: Sequence[float]) -> str:
     middle, late = 1000 * np.percentile(times, [50, 95]) if len(times) else (np.nan, np.nan)
     return f"p50 {middle:.0f}, p95 {late:.0f} ({len(times)} requests)"
@@ -132,6 +151,8 @@ class Measured:
         began_at = time.perf_counter()
         self._engine = Engine(synthesizer, slots=options.slots)
         self._add("to make the engine (s)", f"{time.perf_counter() - began_at:.1f}")
+        windows = getattr(synthesizer.vocoder, "_windows", None)
+        self._add("fused kernels in the vocoder", "yes" if getattr(windows, "fused", None) else "no")
         self._texts_per_s(synthesizer)
 
     def _add(self, what: str, found: str, aim: str = "") -> None:
@@ -149,18 +170,26 @@ class Measured:
         self._add(
             f"memory of {stats.slots} slots (GiB)", f"{stats.memory_bytes / 2**30:.2f}", f"memory {stats.slots}"
         )
-        for clients in options.clients:
+        self._clients()
+        self._joining(options.speaking)
+        if options.streams:
+            self._streams()
+        for variant in options.variant:
+            set_constants(variant.split())
+            self._add("with", variant)
+            self._clients()
+        if torch.cuda.is_available():
+            self._add("GPU memory at its peak (GiB)", f"{torch.cuda.max_memory_allocated() / 2**30:.2f}")
+        self._engine.close(drain=False)
+        self._table.show()
+
+    def _clients(self) -> None:
+        for clients in self._options.clients:
             found, rate = self._load(clients)
             first_s = [each.first_at - each.sent_at for each in found if each.first_at]
             self._add(f"first sound, clients: {clients} (ms)", milliseconds(first_s), f"first {clients}")
             self._add(f"audio s per s, clients: {clients}", f"{rate:,.1f}", f"rate {clients}")
             self._add(f"step, clients: {clients} (ms)", f"{self._engine.stats().step_ms:.2f}")
-        self._streams()
-        self._joining(options.speaking)
-        if torch.cuda.is_available():
-            self._add("GPU memory at its peak (GiB)", f"{torch.cuda.max_memory_allocated() / 2**30:.2f}")
-        self._engine.close(drain=False)
-        self._table.show()
 
     def _warm_up(self) -> None:
         """All sizes of batches are met once."""
@@ -237,11 +266,16 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--slots", type=int, default=128 if on_gpu else None)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 64, 128] if on_gpu else [1, 2, 4])
-    parser.add_argument("--streams", type=int, nargs="+", default=[200, 300] if on_gpu else [1, 2, 3])
+    parser.add_argument("--streams", type=int, nargs="*", default=[200, 300] if on_gpu else [1, 2, 3])
     parser.add_argument("--speaking", type=int, default=64 if on_gpu else 2, help="while requests join")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--set", nargs="*", default=[], metavar="MODULE.NAME=VALUE")
+    parser.add_argument("--variant", action="append", default=[], metavar="'MODULE.NAME=VALUE …'")
     parser.add_argument("--play-s", type=float, default=7.0, help="of listening in real time, twice")
     options = parser.parse_args()
+    set_constants(options.set)
+    logging.basicConfig()
+    logging.getLogger("myxtts.synthesis.windows").setLevel(logging.DEBUG)  # why there are no fused kernels
     for name in options.models:
         began_at = time.perf_counter()
         measure(name, options)

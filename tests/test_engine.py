@@ -199,6 +199,27 @@ def test_captured_steps_that_run_ahead_say_the_same(monkeypatch: Patch) -> None:
     assert run(slots, work[:2], chance) == among[:2]
 
 
+def test_a_sentence_that_has_ended_writes_nothing_more() -> None:
+    """The next prefix in its row may run beside steps that were launched before it left."""
+    slots = Slots(speaking(make_model(), dtype=torch.float32).gpt, Shape(4, 20, 40), None)
+    short, long = (
+        slots.join(Prompt([5, 6], torch.randn(1, 32, 64), draws(0, 0, 0, num_codes)), PUBLISHED_SAMPLING)
+        for num_codes in (3, 40)
+    )
+    for each in (short, long):
+        slots.prefill(each)
+    while not short.has_ended:
+        slots.step()
+    caches, (row,) = (slots._decoding.keys, slots._decoding.values), short.rows
+    before = [cache[:, row, :, :-1].clone() for cache in caches]
+    slots.leave(short)
+    num_codes = len(long.codes)
+    while not long.has_ended and len(long.codes) < num_codes + 5:
+        slots.step()
+    assert len(long.codes) > num_codes
+    assert all(torch.equal(cache[:, row, :, :-1], kept) for cache, kept in zip(caches, before, strict=True))
+
+
 @pytest.fixture
 def as_on_gpu(monkeypatch: Patch) -> Callable[[XTTS], Synthesizer]:
     """Makes synthesizers that work as on a GPU, on a CPU: captured, ahead of the host, windows in batches."""

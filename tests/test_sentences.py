@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import numpy as np
@@ -19,6 +20,7 @@ from myxtts.synthesis.text import (
     bounds,
     ends_in_loop,
     find_problem,
+    has_loop,
     shorten,
     split,
     split_complete,
@@ -219,6 +221,27 @@ VARIED = np.random.default_rng(0).integers(0, 1000, 100).tolist()
 )
 def test_problems_have_names(codes: list[int], problem: str | None) -> None:
     assert find_problem(codes, Bounds(20, 200)) == problem
+
+
+def test_loops_are_found_wherever_they_are() -> None:
+    """As by comparing every code with the one a period earlier."""
+
+    def has_run(codes: list[int], period: int) -> bool:
+        pairs = zip(codes[period:], codes, strict=False)
+        equal = "".join("x" if code == earlier else " " for code, earlier in pairs)
+        return "x" * (max(32, 3 * period) - period) in equal
+
+    chance, found = random.Random(0), [0, 0]
+    for _ in range(2000):
+        period, few = chance.randrange(1, 36), chance.choice([2, 200])
+        loop = [chance.randrange(few) for _ in range(period)] * 40
+        length = max(32, 3 * period) + chance.randrange(-3, 4)
+        edges = ([chance.randrange(few) for _ in range(chance.randrange(50))] for _ in range(2))
+        codes = [*next(edges), *loop[:length], *next(edges)]
+        expected = any(has_run(codes, period) for period in range(1, 33))
+        assert has_loop(codes) == expected
+        found[expected] += 1
+    assert min(found) > 200
 
 
 def test_a_loop_is_found_while_it_grows() -> None:

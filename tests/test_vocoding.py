@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import soxr
@@ -24,7 +26,7 @@ from myxtts.synthesis.vocoding import (
     HifiGan,
     Stretch,
 )
-from myxtts.synthesis.windows import REACH_FRAMES, Push
+from myxtts.synthesis.windows import REACH_FRAMES, FusedGenerator, Push, run_generator
 from myxtts.training.recipes import LOSS_MEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -232,6 +234,51 @@ def wide_decoder() -> HifiGanDecoder:
             num_inputs = 2 * len(weight) if name.startswith("ups") else weight[0].numel()
             weight.normal_(std=(2 if name.startswith("conv_post") else 0.7) * num_inputs**-0.5)
     return decoder
+
+
+class KernelOnCpu:
+    """What Triton makes of `_add_kernel`, on numbers in a row: adjacent channels, a program for each block."""
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*given: Any, num_warps: int) -> None:
+            y, bias, one, other, total, active, count, per_sample, last_channel, scale, slope, *flags = given
+            is_of_sample, num_added, has_total, has_active, block = flags
+            assert 0 <= grid[0] * block - count < block and num_warps and (has_total or has_active)
+            flat = [image.permute(0, 2, 3, 1).reshape(-1) for image in (y, one, other)]
+            at = torch.arange(count)
+            column = (at & last_channel) + is_of_sample * (at // per_sample * (last_channel + 1))
+            value = flat[0] + bias.flatten()[column] + sum(flat[1 : 1 + num_added])
+            rows = (len(y), 1, y.shape[3], y.shape[1])
+            if has_total:
+                total.copy_(value.view(rows).permute(0, 3, 1, 2))
+            if has_active:
+                active.copy_(F.leaky_relu(value * scale, slope).view(rows).permute(0, 3, 1, 2))
+
+        return launch
+
+
+def test_sums_in_one_kernel_make_the_same_waves(wide_decoder: HifiGanDecoder) -> None:
+    generator = wide_decoder.waveform_decoder
+    for name, parameter in generator.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(std=0.1)
+    frames, speakers = torch.randn(3, 40, 64), torch.randn(3, 16)
+    expected = run_generator(generator, frames, speakers)
+    assert expected.std() > 0.05
+    for kernel in (None, KernelOnCpu()):
+        found = FusedGenerator(generator, kernel)(frames, speakers)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.gpu
+def test_triton_compiles_the_kernel(wide_decoder: HifiGanDecoder) -> None:
+    generator = wide_decoder.waveform_decoder.cuda().half()
+    frames, speakers = torch.randn(3, 40, 64).cuda(), torch.randn(3, 16).cuda()
+    made = FusedGenerator.compiled(generator)
+    assert made is not None
+    torch.testing.assert_close(
+        made(frames, speakers), run_generator(generator, frames, speakers), atol=2e-2, rtol=0
+    )
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

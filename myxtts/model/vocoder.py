@@ -185,11 +185,14 @@ class Generator(nn.Module):
             x = sum(block(x) for block in blocks) / kernels
         # The samples in float32 even under autocast: rounded to bf16 they hiss at -55 dB.
         with torch.autocast(x.device.type, enabled=False):
-            x, weight = F.leaky_relu(x.float(), LAST_SLOPE), self.conv_post.weight.float()
-            padding = int(self.conv_post.padding[0])
-            if x.dim() == 3:
-                return torch.tanh(F.conv1d(x, weight, padding=padding))
-            return torch.tanh(_to_one_channel(x, weight.unsqueeze(2), (0, padding)).squeeze(2))
+            return self.samples(F.leaky_relu(x.float(), LAST_SLOPE))
+
+    def samples(self, x: Tensor) -> Tensor:
+        """Samples [B, 1, N] of what the last level returned, activated."""
+        weight, padding = self.conv_post.weight.float(), int(self.conv_post.padding[0])
+        if x.dim() == 3:
+            return torch.tanh(F.conv1d(x, weight, padding=padding))
+        return torch.tanh(_to_one_channel(x, weight.unsqueeze(2), (0, padding)).squeeze(2))
 
 
 class DilatedBlock(nn.Module):

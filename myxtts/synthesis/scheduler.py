@@ -46,6 +46,7 @@ GPU_FIRST_CODES = 6
 """Of the first piece on a GPU, after those of which nothing can be heard yet: the next piece is made long before
 this one was played."""
 GPU_GROWTH = 2  # pieces after the second are so much longer on a GPU: their context costs less, and none is urgent
+SAFE_S = 1.0  # with so much, those of whom nothing more is generated go first: their clients may ask for more
 LEAD_S = 5.0  # a listener who has so much more than was played lets others go first
 SENTENCES_AHEAD = 2  # of a job, generated before the sound of those before them is made
 GPU_PIECES, GPU_BATCHES = 16, 2  # pieces that become sound together, and batches that are under way
@@ -245,6 +246,7 @@ class Scheduler:
         self._of: dict[Running, tuple[Job, _Spoken]] = {}
         self._most_vocoding = min(self._num_threads, CPU_VOCODERS) if self._on_cpu else GPU_PIECES * GPU_BATCHES
         self._stream = Stream(device) if has_own_stream else None
+        self._copies, self._copied = Stream(device, high_priority=True), Event(device)  # of latents that were read
         self._vocoders: ThreadPoolExecutor | None = None
 
     def submit(self, job: Job) -> None:
@@ -318,6 +320,10 @@ class Scheduler:
             has_part = len(running.codes) - spoken.current.num_taken >= spoken.current.num_wanted
             if (has_part or running.has_ended or running.is_damaged) and not job.has_ended:
                 self._isolated(job, partial(self._collect, spoken=spoken))
+        # The next steps write where the copies read.
+        self._copied = Event(self.device)
+        self._copies.record(self._copied)
+        Stream.current(self.device).wait(self._copied)
         self.num_steps += num_steps
         self.step_s += ((time.monotonic() - began_at) / num_steps - self.step_s) / min(self.num_steps, 100)
         return True
@@ -400,7 +406,8 @@ class Scheduler:
             if num_left < size and not is_last:
                 return
             end = current.num_taken + min(size, max(0, num_left))
-            part, codes = self.slots.generated(running, current.num_taken, end), running.codes[:end]
+            with self._copies.use():  # which does not wait for the steps that run now
+                part, codes = self.slots.generated(running, current.num_taken, end), running.codes[:end]
             current.num_taken = end
             current.parts.append(part)
             if is_last:
@@ -469,7 +476,7 @@ class Scheduler:
             self._num_vocoding += len(chosen)
             for batch in [[part] for part in chosen] if self._on_cpu else [chosen]:
                 self._num_batches += 1
-                make = partial(self._waves, [part.push for part in batch], self._ready())
+                make = partial(self._waves, [part.push for part in batch], self._copied)
                 if self._on_cpu or self._stream is not None:
                     self._pool().submit(make).add_done_callback(partial(self._put_sound, batch))
                 else:
@@ -478,12 +485,14 @@ class Scheduler:
 
     def _chosen(self) -> list[_Part]:
         """Parts to make sound of; those of listeners who have heard nothing yet wait for no others."""
-        now, waiting, chosen = time.monotonic(), list[tuple[float, int, Job, _Spoken]](), list[_Part]()
+        now, chosen = time.monotonic(), list[_Part]()
+        waiting = list[tuple[float, bool, float, int, Job, _Spoken]]()
         most = self._most_vocoding - self._num_vocoding if self._on_cpu else GPU_PIECES
         for job in self.jobs:
             for spoken in islice(job.unfinished, 1) if job.streams else job.begun:
                 if spoken.current.parts and not spoken.current.is_vocoding:
-                    waiting.append((job.lead_s(now), len(waiting), job, spoken))
+                    lead_s, goes_on = job.lead_s(now), bool(job.waiting or spoken.running)
+                    waiting.append((min(lead_s, SAFE_S), goes_on, lead_s, len(waiting), job, spoken))
         for *_, job, spoken in sorted(waiting):
             is_urgent = job.heard_at is None
             if len(chosen) == most or (chosen and chosen[0].job.heard_at is None and not is_urgent):
@@ -500,20 +509,10 @@ class Scheduler:
         current.is_vocoding = True
         return _Part(job, spoken, current, Push(current.stream, part, is_last))
 
-    def _ready(self) -> Event | None:
-        """The point in the stream of the steps at which the latents of parts are there."""
-        if self._stream is None:
-            return None
-        ready = Event(self.device)
-        Stream.current(self.device).record(ready)
-        return ready
-
-    def _waves(self, pushes: Sequence[Push], ready: Event | None) -> list[Tensor]:
+    def _waves(self, pushes: Sequence[Push], copied: Event) -> list[Tensor]:
         """The next samples of streams of the vocoder; one by one if memory is short for all."""
-        with contextlib.ExitStack() as stack:
-            if self._stream is not None and ready is not None:
-                stack.enter_context(self._stream.use())
-                self._stream.wait(ready)
+        with self._stream.use() if self._stream is not None else contextlib.nullcontext():
+            Stream.current(self.device).wait(copied)
             made = attempted(self._vocoder.push_many, pushes)
             if made is None:
                 with CAPTURING:

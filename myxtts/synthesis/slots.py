@@ -11,7 +11,7 @@ and no requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,8 +50,11 @@ CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 104
 CAPTURED_SLOTS = (128, 192, 224, 256, 384, 512)  # that attention covers then; another graph covers all
 FEW_ROWS, MET_ROWS, MET_SLOTS = 16, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128), (256, 384, 512)
 """Of steps that are captured when they are met, and slots for few rows, whose attention takes little time."""
+COMPACT = 0.85  # on a GPU sentences move to lower rows if a step then computes less than this share of the rows
 CAPTURED_KEPT = 64  # of the likeliest codes that are sorted, where no `top_k` is larger
-STATE_COLUMNS = 3  # of what is read after a step, before the codes
+GPU_BEGINS = 4  # sentences that begin together on a GPU
+BEGIN = 4  # numbers of a sentence that begins, before its options: row, slot, codes, if the prompt counts as used
+NEWS = 4  # numbers of a row that are read after a step: codes so far, if it ended, if it is finite, the last code
 
 
 @dataclass(eq=False)
@@ -61,6 +64,7 @@ class Running:
     rows: list[int]  # with guidance the second one is without text
     sampling: Sampling
     prompt: Prompt
+    most: int  # codes
     codes: list[int] = field(default_factory=list)  # that were read so far
     has_ended: bool = False
     is_ready: bool = False  # its prefixes have run: it takes part in steps
@@ -76,21 +80,30 @@ class Running:
         return CONDITIONING_TOKENS + len(self.prompt.ids) + 2
 
     @property
+    def num_slots(self) -> int:
+        """Slots of its prefix, and of the codes of all steps that were launched."""
+        return self.num_tokens + self.num_launched
+
+    @property
     def is_clean(self) -> bool:
         """True if nothing it has written can be NaN."""
         return bool(self.codes) and not self.is_damaged
 
 
 class _Part(NamedTuple):
+    """Some tokens of a prefix: the voice, then the text."""
+
     row: int
     first: int  # slot
-    x: Tensor  # [tokens, dim], as the first block reads it
+    end: int
+    ids: Sequence[int]  # of the whole text
+    voice: Tensor
 
 
 class _Launched(NamedTuple):
     """Steps whose results are on their way to the host."""
 
-    numbers: Tensor  # [rows, STATE_COLUMNS + codes], on the host
+    news: Tensor  # [steps, rows, NEWS], on the host
     passed: Event
     running: list[tuple[Running, int]]  # with the row that each had
 
@@ -122,13 +135,13 @@ class Slots:
             return torch.full((rows, *size), value, dtype=torch.long, device=device)
 
         self._last_codes, self._place, self._most = numbers(), numbers(), numbers()
-        self._ended, self._codes = numbers(value=1).bool(), numbers(columns)
+        self._ended, self._news = numbers(value=1).bool(), numbers(NEWS)
         self._used = numbers(gpt.dims.audio_tokens).bool()
         self._draws, self._latents = numbers(columns).float(), numbers(columns, gpt.dims.dim).float()
         self._sum = numbers().float()  # of the latents: not finite if one of them is not
         self._options = torch.ones(rows, len(OPTIONS), device=device)
         self._pairs = numbers(2)  # the row that chooses the code, and the one without text
-        self._state = [self._last_codes, self._place, self._most, self._ended, self._codes, self._used]
+        self._state = [self._last_codes, self._place, self._most, self._ended, self._used]
         self._state += [self._draws, self._latents, self._sum, self._options, self._decoding.starts]
         self._of_row: list[Running | None] = [None] * rows
         self._all: list[Running] = []
@@ -140,16 +153,19 @@ class Slots:
         self._stream = Stream(device, high_priority=True) if capture and device.type == "cuda" else None
         self._runs_ahead = device.type == "cuda"
         self._prefixes: _CapturedPrefixes | None = None
+        self._begins: CudaGraph[None] | None = None
+        self._is_cleared = True  # since the last prefixes: the next ones must not overtake it
+        width = BEGIN + len(OPTIONS) + columns
+        self._given = torch.zeros(GPU_BEGINS, width, device=device)  # of sentences that begin
         for row in range(rows):
             self._clear(row)
-        self._set_pairs()
 
     @staticmethod
     def bytes_of(gpt: GPT, shape: Shape) -> int:
         """Memory of one slot, nearly exact."""
         dims, like = gpt.dims, gpt.mel_embedding.weight
         cache = 2 * dims.layers * dims.dim * Decoding.num_slots(shape) * like.element_size()
-        return cache + (shape.steps + 1) * (4 * dims.dim + 12) + dims.audio_tokens
+        return cache + (shape.steps + 1) * (4 * dims.dim + 4) + dims.audio_tokens
 
     @property
     def gpt(self) -> GPT:
@@ -172,29 +188,15 @@ class Slots:
     def join(self, prompt: Prompt, sampling: Sampling) -> Running:
         """Give a sentence its slots, of which enough must be free; `prefill` runs its prefixes."""
         rows = [row for row, running in enumerate(self._of_row) if running is None][: slots_of(sampling)]
-        running = Running(rows, sampling, prompt)
-        ids, voice = self._sent(torch.tensor([*prompt.ids], dtype=torch.long)), self._sent(prompt.voice)
+        running = Running(rows, sampling, prompt, len(prompt.draws))
         size = PREFILL_TOKENS if self._stream is None else GPU_PREFILL_TOKENS
-        for row, some in zip(rows, (ids, ids[:0]), strict=False):
-            x = self._decoding.prefix(voice, some)
-            running.parts += [_Part(row, at, x[at : at + size]) for at in range(0, len(x), size)]
-            self._begin(row, prompt, sampling)
-        for row in rows:  # at the end: a failure before leaves the slots free
+        for row, ids in zip(rows, (prompt.ids, ()), strict=False):
+            end = CONDITIONING_TOKENS + len(ids) + 2
+            spans = [(at, min(at + size, end)) for at in range(0, end, size)]
+            running.parts += [_Part(row, *span, ids, prompt.voice) for span in spans]
             self._of_row[row] = running
         self._all.append(running)
-        self._set_pairs()
         return running
-
-    def _begin(self, row: int, prompt: Prompt, sampling: Sampling) -> None:
-        num_codes, dims = len(prompt.draws), self._gpt.dims
-        self._last_codes[row], self._place[row], self._most[row] = dims.start_code, 0, num_codes
-        self._codes[row], self._sum[row] = dims.stop_code, 0
-        self._draws[row, :num_codes] = self._sent(prompt.draws)
-        self._used[row] = False
-        if sampling.penalise_prompt:
-            self._used[row, PROMPT_CODE] = True
-            self._used[row, dims.start_code] = True
-        self._options[row] = self._sent(torch.tensor(options_of(sampling, dims.audio_tokens)))
 
     @torch.inference_mode()
     def prefill(self, *some: Running) -> None:
@@ -202,23 +204,65 @@ class Slots:
         if self._prefixes is None and self._stream is not None:
             self._prefixes = _CapturedPrefixes(self._decoding)
         parts = [running.parts[running.num_parts_run] for running in some]
-        passed = None if self._prefixes is None else self._prefixes.run(parts)
+        passed = None
+        if self._prefixes is not None:
+            passed, self._is_cleared = self._prefixes.run(parts, waits=self._is_cleared), False
         for running, part in zip(some, parts, strict=True):
             if passed is None:
-                row, end = torch.tensor([part.row], device=self._device), part.first + len(part.x)
-                self._decoding.extend(part.x, row, self._decoding.slots[part.first : end], rounded_up(end))
+                ids, row = (torch.tensor([*each]).long().to(self._device) for each in (part.ids, [part.row]))
+                x = self._decoding.prefix(part.voice.to(self._device), ids)[part.first : part.end]
+                slots = self._decoding.slots[part.first : part.end]
+                self._decoding.extend(x, row, slots, rounded_up(part.end))
             running.num_parts_run += 1
             if running.num_parts_run == len(running.parts):
                 running.ran = passed
                 if passed is None:
-                    self._start(running)
+                    self._start([running])
 
-    def _start(self, running: Running) -> None:
-        for row, num_ids in zip(running.rows, (len(running.prompt.ids), 0), strict=False):
-            self._decoding.starts[row] = CONDITIONING_TOKENS + num_ids + 2
-            self._ended[row] = False
-        running.is_ready, running.ran, running.num_parts_run = True, None, 0
-        running.parts.clear()
+    def _start(self, some: list[Running]) -> None:
+        """Let sentences whose prefixes have run take part in steps."""
+        rows, codes = [], self._gpt.dims.audio_tokens
+        for running in some:
+            options, drawn = options_of(running.sampling, codes), running.prompt.draws
+            for row, num_ids in zip(running.rows, (len(running.prompt.ids), 0), strict=False):
+                numbers = (row, CONDITIONING_TOKENS + num_ids + 2, len(drawn), running.sampling.penalise_prompt)
+                rows.append((*numbers, *options, *drawn.tolist()))
+            running.is_ready, running.ran, running.num_parts_run = True, None, 0
+            running.parts.clear()
+        for at in range(0, len(rows), GPU_BEGINS):
+            # Where there are fewer, the last one is written several times.
+            here = np.zeros(self._given.shape, np.float32)
+            for place, row_numbers in zip(here, rows[at : at + GPU_BEGINS] + rows[-1:] * GPU_BEGINS, strict=False):
+                place[: len(row_numbers)] = row_numbers
+            _send(self._given, torch.from_numpy(here))
+            if self._stream is None:
+                self._begin()
+                continue
+            if self._begins is None:  # what runs before the capture changes nothing more
+                self._begins = CudaGraph(self._begin, self._stream)
+            self._begins.replay()
+
+    def _begin(self) -> None:
+        """Write the state of rows that begin. Needs nothing from the host, so it can be captured."""
+        numbers, options, drawn = self._given.tensor_split([BEGIN, BEGIN + len(OPTIONS)], 1)
+        rows, starts, most, penalises = numbers.long().unbind(1)
+        used = self._used.new_zeros(len(rows), self._used.shape[1])
+        used[:, PROMPT_CODE] = used[:, self._gpt.dims.start_code] = penalises > 0
+        for there, value in (
+            (self._last_codes, self._gpt.dims.start_code),
+            (self._place, 0),
+            (self._sum, 0),
+            (self._ended, False),
+        ):
+            there.index_fill_(0, rows, value)
+        for there, values in (
+            (self._most, most),
+            (self._decoding.starts, starts),
+            (self._used, used),
+            (self._options, options),
+            (self._draws, drawn),
+        ):
+            there.index_copy_(0, rows, values)
 
     @torch.inference_mode()
     def leave(self, running: Running) -> None:
@@ -227,10 +271,10 @@ class Slots:
             self._prefixes.wait()
         for row in running.rows:
             self._of_row[row] = None
-            self._clear(row, keeps_cache=running.is_clean and self._device.type == "cpu")
+            if not (running.has_ended and running.is_clean and len(running.rows) == 1):
+                self._clear(row, running)
         running.rows = []
         self._all.remove(running)
-        self._set_pairs()
 
     @torch.inference_mode()
     def step(self, num_steps: int = 1) -> list[Running] | None:
@@ -239,11 +283,11 @@ class Slots:
         """
         before, self._launched = self._launched, None
         self._start_those_that_can(waits=before is None)
-        ready = [each for each in self._all if each.is_ready and each.num_launched < len(each.prompt.draws)]
+        ready = [each for each in self._all if each.is_ready and each.num_launched < each.most]
         if ready:
             self._compact()
             for each in ready:
-                each.num_launched = min(each.num_launched + num_steps, len(each.prompt.draws))
+                each.num_launched = min(each.num_launched + num_steps, each.most)
             self._launch(ready, num_steps)
             if not self._runs_ahead:
                 before, self._launched = self._launched, None
@@ -261,53 +305,49 @@ class Slots:
     def _start_those_that_can(self, *, waits: bool) -> None:
         """Let sentences take part whose prefixes have run; wait for them if there is nothing else to do."""
         is_idle = waits and not any(each.is_ready for each in self._all)
-        for each in self._all:
-            if each.ran is not None and (is_idle or each.ran.is_passed):
-                Stream.current(self._device).wait(each.ran)
-                self._start(each)
+        some = [each for each in self._all if each.ran is not None and (is_idle or each.ran.is_passed)]
+        for passed in {each.ran for each in some if each.ran is not None}:
+            Stream.current(self._device).wait(passed)
+        self._start(some)
 
     def _launch(self, ready: list[Running], num_steps: int) -> None:
         highest = max(row for row, running in enumerate(self._of_row) if running) + 1
-        num_slots = max(each.num_tokens + each.num_launched for each in ready)
+        num_slots = max(each.num_slots for each in ready)
         size = self._size(highest, rounded_up(num_slots))
+        self._set_pairs()
         if self._stream is not None and size not in self._graphs:
             self._capture(size)
-        for _ in range(num_steps):
+        on_gpu, passed = self._device.type == "cuda", Event(self._device)
+        news = torch.empty(num_steps, highest, NEWS, dtype=torch.long, pin_memory=on_gpu)
+        for step in range(num_steps):
             if graph := self._graphs.get(size):
                 graph.replay()
             else:
                 self._step(size)
-        stopped = self._last_codes == self._gpt.dims.stop_code
-        num_codes = self._place - (stopped & self._ended).long()
-        state = torch.stack([num_codes, self._ended.long(), self._sum.isfinite().long()], 1)
-        numbers, passed = torch.cat([state, self._codes], 1)[:highest], Event(self._device)
-        if self._device.type == "cuda":
-            there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            numbers = there.copy_(numbers, non_blocking=True)
+            news[step].copy_(self._news[:highest], non_blocking=True)
         Stream.current(self._device).record(passed)
-        self._launched = _Launched(numbers, passed, [(each, each.rows[0]) for each in ready])
+        self._launched = _Launched(news, passed, [(each, each.rows[0]) for each in ready])
 
     def _read(self, launched: _Launched | None) -> list[Running]:
         """The sentences of these steps that are still there, with their new codes."""
         if launched is None:
             return []
         launched.passed.wait_on_host()
-        state, found, numbers = launched.numbers[:, :STATE_COLUMNS].tolist(), [], launched.numbers.numpy()
-        for running, row in launched.running:
-            if not running.rows or running.has_ended:
-                continue
-            num_codes, has_ended, is_finite = state[row]
-            new = numbers[row, STATE_COLUMNS + len(running.codes) : STATE_COLUMNS + num_codes]
-            running.codes += new.tolist()
-            running.has_ended, running.is_damaged = bool(has_ended), not is_finite
-            found.append(running)
-        return found
+        found = [(running, row) for running, row in launched.running if running.rows and not running.has_ended]
+        for news in launched.news.tolist():
+            for running, row in found:
+                num_codes, has_ended, is_finite, code = news[row]
+                if num_codes > len(running.codes):
+                    running.codes.append(code)
+                running.has_ended, running.is_damaged = has_ended == 1, is_finite == 0
+        return [running for running, _ in found]
 
     def _step(self, size: _Size) -> None:
         """Touches only memory that stays and needs nothing from the host, so it can be captured."""
         rows = size.rows
         place, ended, stop = self._place[:rows], self._ended[:rows], self._gpt.dims.stop_code
-        logits, latents = self._decoding.step(self._last_codes[:rows], place, size.slots)
+        starts = self._decoding.starts[:rows]
+        logits, latents = self._decoding.step(self._last_codes[:rows], place.masked_fill(ended, 0), size.slots)
         options, (leader, other) = self._options[:rows], self._pairs[:rows].unbind(1)
         without = logits[other]
         logits = without + options[:, OPTIONS.index("guidance"), None] * (logits - without)
@@ -318,18 +358,17 @@ class Slots:
         codes = torch.where(ended, self._last_codes[:rows], chosen)
         self._last_codes[:rows] = codes
         self._used[:rows].scatter_(1, codes[:, None], True)
-        column = torch.where(ended, self._codes.shape[1] - 1, place)  # the last column is never read
+        column = torch.where(ended, self._latents.shape[1] - 1, place)  # the last column is never read
         numbers, latents = self._decoding.rows[:rows], latents.float()
-        self._codes.index_put_((numbers, column), codes)
         self._latents.index_put_((numbers, column), latents)
         self._sum[:rows] += torch.where(ended, 0, latents.sum(-1))
         place += ~ended
-        ended |= (codes == stop) | (place >= self._most[:rows])
-
-    def _sent(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host on the device; the host does not wait."""
-        on_gpu = self._device.type == "cuda" and tensor.device.type == "cpu"
-        return tensor.pin_memory().to(self._device, non_blocking=True) if on_gpu else tensor
+        stopped = codes == stop
+        ended |= stopped | (place >= self._most[:rows])
+        starts.masked_fill_(ended, self._unused)  # a sentence writes nothing after its end
+        num_codes = place - stopped.long()
+        news = [num_codes, ended.long(), self._sum[:rows].isfinite().long(), codes]
+        self._news[:rows] = torch.stack(news, 1)
 
     def _set_pairs(self) -> None:
         pairs = [[row, row] for row in range(self._num_rows)]
@@ -337,22 +376,27 @@ class Slots:
             pairs[running.rows[-1]][0] = running.rows[0]
             pairs[running.rows[0]][1] = running.rows[-1]
         if pairs != self._pairs_sent:
-            self._pairs.copy_(self._sent(torch.tensor(pairs)))
+            _send(self._pairs, torch.tensor(pairs))
             self._pairs_sent = pairs
 
     @torch.inference_mode()
-    def _clear(self, row: int, *, keeps_cache: bool = False) -> None:
+    def _clear(self, row: int, running: Running | None = None) -> None:
         """Let a row write to the slot that is never read; nothing of its sentence stays that could be NaN."""
         self._ended[row], self._place[row], self._decoding.starts[row] = True, 0, self._unused
-        if not keeps_cache:
-            self._decoding.keys[:, row].zero_()
-            self._decoding.values[:, row].zero_()
+        self._is_cleared = True
+        if running is not None and running.is_clean and self._device.type == "cpu":
+            return
+        # Steps that still run write to the slot after the last code.
+        used = running.num_slots + 1 if running is not None and running.is_clean else self._unused + 1
+        for cache in (self._decoding.keys, self._decoding.values):
+            cache[:, row, :, :used] = 0
 
     def _compact(self) -> None:
         """Move sentences to lower rows where a step then computes fewer of them."""
+        share = 1 if self._stream is None else COMPACT
         while None in self._of_row[: self.num_used]:
             last = max(row for row, running in enumerate(self._of_row) if running is not None)
-            if self._row_count(last + 1) == self._row_count(self.num_used):
+            if share * self._row_count(last + 1) <= self._row_count(self.num_used):
                 return
             moved = self._of_row[last]
             assert moved is not None
@@ -361,14 +405,13 @@ class Slots:
             self._move(moved, last, self._of_row.index(None))
 
     def _move(self, running: Running, source: int, target: int) -> None:
-        used = rounded_up(running.num_tokens + running.num_launched)
+        used = rounded_up(running.num_slots)
         cache = [each.transpose(0, 1)[:, :, :, :used] for each in (self._decoding.keys, self._decoding.values)]
         for each in (*self._state, *cache):
             each[target] = each[source]
         running.rows[running.rows.index(source)] = target
         self._of_row[target], self._of_row[source] = running, None
-        self._clear(source, keeps_cache=running.is_clean and self._device.type == "cpu")
-        self._set_pairs()
+        self._clear(source, running)
 
     # Sizes of steps, of which each is captured once
 
@@ -403,6 +446,7 @@ class Slots:
         """
         if self._stream is None:
             return
+        self._set_pairs()
         codes, every_slot = self._gpt.dims.audio_tokens, self._unused + 1
         most_kept = min(codes, CAPTURED_KEPT) if 0 < sampling.top_k <= CAPTURED_KEPT else codes
         sizes = {
@@ -414,6 +458,8 @@ class Slots:
         for size in sorted(sizes, reverse=True):
             self._capture(size)
         self._prefixes = _CapturedPrefixes(self._decoding)
+        self._begins = CudaGraph(self._begin, self._stream)
+        self._clear(0)  # which has begun by that
         self._is_captured = True
 
     def _rows_up_to(self, counts: tuple[int, ...]) -> Iterator[int]:
@@ -441,32 +487,47 @@ class _CapturedPrefixes:
     def __init__(self, decoding: Decoding) -> None:
         device, unused, most = decoding.slots.device, len(decoding.slots) - 1, PREFIXES[-1]
         self._unused, self._device, self._stream = unused, device, Stream(device)
-        self._x = decoding.keys.new_zeros(most, GPU_PREFILL_TOKENS, decoding.model.dims.dim)
-        # The row of each prefix, then the slots of its tokens.
-        self._places = decoding.slots.new_full([most, 1 + GPU_PREFILL_TOKENS], unused)
-        self._places[:, 0] = 0
-        rows, slots = self._places[:, 0], self._places[:, 1:]
+        self._decoding = decoding
+        self._voices = torch.zeros(most, CONDITIONING_TOKENS, decoding.model.dims.dim, device=device)
+        # Of each part the row, then its tokens' slots, ids and places in the text.
+        self._numbers = torch.zeros(most, 1 + 3 * GPU_PREFILL_TOKENS, dtype=torch.long, device=device)
+        self._numbers[:, 1 : 1 + GPU_PREFILL_TOKENS] = unused
         self._begins: dict[int, CudaGraph[Tensor]] = {}
         for count in reversed(PREFIXES):
-            work = partial(decoding.begin, self._x[:count], rows[:count], slots[:count])
-            self._begins[count] = CudaGraph(work, self._stream, self._pool)
-        work = partial(decoding.extend, self._x[0], rows[:1], slots[0])
-        self._extends = CudaGraph(work, self._stream, self._pool)
+            self._begins[count] = CudaGraph(partial(self._begin, count), self._stream, self._pool)
+        self._extends = CudaGraph(self._extend, self._stream, self._pool)
+
+    def _inputs(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, slots and x of parts, as the first block reads it where it is text."""
+        ends, model = [1 + part * GPU_PREFILL_TOKENS for part in range(3)], self._decoding.model
+        rows, slots, ids, places = self._numbers[:count].tensor_split(ends, 1)
+        return rows[:, 0], slots, model.text_embedding(ids) + model.text_pos_embedding.emb(places)
+
+    def _begin(self, count: int) -> Tensor:
+        rows, slots, x = self._inputs(count)
+        x = torch.cat([self._voices[:count].to(x.dtype), x[:, CONDITIONING_TOKENS:]], 1)
+        return self._decoding.begin(x, rows, slots)
+
+    def _extend(self) -> Tensor:
+        rows, slots, x = self._inputs(1)
+        return self._decoding.extend(x[0], rows, slots[0])
 
     @property
     def _pool(self) -> Any:
         return next((graph.pool for graph in self._begins.values()), None)
 
-    def run(self, parts: list[_Part]) -> Event:
-        """Launch parts of different sentences, whose memory must stay until the event is passed."""
+    def run(self, parts: list[_Part], *, waits: bool) -> Event:
+        """Launch parts of different sentences; `waits` for what was launched on the current stream."""
         begun, passed = Event(self._device), Event(self._device)
-        Stream.current(self._device).record(begun)
-        self._stream.wait(begun)
+        if waits:
+            Stream.current(self._device).record(begun)
+            self._stream.wait(begun)
         first = [part for part in parts if not part.first]
         with self._stream.use():
             for at in range(0, len(first), PREFIXES[-1]):
                 some = first[at : at + PREFIXES[-1]]
                 self._send(some)
+                _send(self._voices[: len(some)], torch.cat([part.voice for part in some]))
                 self._begins[next(count for count in PREFIXES if count >= len(some))].replay()
             for part in parts:
                 if part.first:
@@ -477,19 +538,28 @@ class _CapturedPrefixes:
 
     def _send(self, parts: list[_Part]) -> None:
         # What follows a part is written where nothing is read.
-        places = np.full(self._places.shape, self._unused)
-        places[:, 0] = 0
-        for number, (row, first, x) in enumerate(parts):
-            self._x[number, : len(x)] = x
-            places[number, 0], places[number, 1 : 1 + len(x)] = row, np.arange(first, first + len(x))
-        here = torch.from_numpy(places)
-        self._places.copy_(here.pin_memory() if self._places.is_cuda else here, non_blocking=True)
+        dims, size = self._decoding.model.dims, GPU_PREFILL_TOKENS
+        numbers = np.zeros(self._numbers.shape, np.int64)
+        numbers[:, 1 : 1 + size] = self._unused
+        for row, part in zip(numbers, parts, strict=False):
+            places = np.arange(part.first, part.end)
+            ids = [0] * CONDITIONING_TOKENS + [dims.start_text, *part.ids, dims.stop_text]
+            row[0] = part.row
+            slots, tokens, of_text = (row[at : at + len(places)] for at in (1, 1 + size, 1 + 2 * size))
+            slots[:], tokens[:] = places, ids[part.first : part.end]
+            of_text[:] = (places - CONDITIONING_TOKENS).clip(0)
+        _send(self._numbers, torch.from_numpy(numbers))
 
     def wait(self) -> None:
         """Let the current stream wait for what was launched."""
         passed = Event(self._device)
         self._stream.record(passed)
         Stream.current(self._device).wait(passed)
+
+
+def _send(there: Tensor, here: Tensor) -> None:
+    """Copy a tensor of the host; the host does not wait."""
+    there.copy_(here.pin_memory() if there.is_cuda and not here.is_cuda else here, non_blocking=True)
 
 
 def _up_to(counts: tuple[int, ...], most: int) -> Iterator[int]:

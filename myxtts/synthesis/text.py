@@ -60,10 +60,16 @@ def find_problem(codes: Sequence[int], limits: Bounds) -> str | None:
 def has_loop(codes: Sequence[int]) -> bool:
     """True if some stretch of the codes repeats in a row."""
     for period in range(1, LONGEST_PERIOD + 1):
-        run = 0  # codes in a row that equal those one period earlier
-        for code, earlier in zip(codes[period:], codes, strict=False):
-            run = run + 1 if code == earlier else 0
-            if run + period >= max(REPEATED_CODES, REPETITIONS * period):
+        least = max(REPEATED_CODES, REPETITIONS * period) - period  # in a row that equal those a period earlier
+        for at in range(period + least - 1, len(codes), least):  # any such run covers one of these places
+            if codes[at] != codes[at - period]:
+                continue
+            first, last = at, at + 1
+            while first > period and codes[first - 1] == codes[first - 1 - period]:
+                first -= 1
+            while last < len(codes) and codes[last] == codes[last - period]:
+                last += 1
+            if last - first >= least:
                 return True
     return False
 

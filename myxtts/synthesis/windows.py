@@ -13,22 +13,33 @@ GPU up to rounding.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.devices import CAPTURING, CudaGraph, Event, Stream
 from myxtts.model.dvae import FRAMES_PER_CODE
 from myxtts.model.flow import NOISE_FRAMES, REACH, STEPS, TARGET_MEAN, TARGET_SCALE, noise_of, normalised
-from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, SAMPLES_PER_FRAME, Generator, unfolded
+from myxtts.model.vocoder import (
+    LAST_SLOPE,
+    OUTPUT_SAMPLE_RATE,
+    RESBLOCK_KERNELS,
+    SAMPLES_PER_FRAME,
+    SLOPE,
+    Generator,
+    unfolded,
+)
 from myxtts.synthesis.generation import Generated
 
 if TYPE_CHECKING:
@@ -38,12 +49,15 @@ MAX_SPEED = 2.0
 REACH_FRAMES = 16
 """Receptive field of the generator to either side: 13.3 frames by the widths of its convolutions."""
 FADE_FRAMES = 1
-GPU_WINDOWS: dict[int, tuple[int, ...]] = {208: (1, 2, 4, 8, 12, 16), 128: (1, 2, 4, 8, 16), 64: (1, 2, 4, 8, 16)}
+GPU_WINDOWS: dict[int, tuple[int, ...]] = dict.fromkeys((208, 128, 64), (1, 2, 4, 8))
 """Windows by their frames, and how many of them are computed together. A piece of 40 codes with its context takes
 one of 208 frames, a piece of 20 one of 128, a first piece of 10 one of 64. With other lengths a GPU would have to
 plan the convolutions again."""
+SPARE_FRAMES = 300  # that nobody needs take less time than one more run
 PLANS_TRIED = 4  # of a convolution when it is captured
 TO_FRAMES, TO_OUTPUT = Fraction(SAMPLES_PER_CODE, HOP_SAMPLES), Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE)
+TOLERANCE = 0.05  # of fused kernels, of the loudest sample: they round less often
+_log = logging.getLogger(__name__)
 _ENDLESS = 1 << 40  # the length of a sentence that goes on
 _SLACK = 4  # rows that an interpolation may need beyond the quotient of the rates
 
@@ -170,6 +184,7 @@ class Windows:
         self.stream = Stream(self.device)  # of captures: graphs share memory only if they were captured on one
         self.noise = noise_of(NOISE_FRAMES).t().contiguous().to(self.device)
         self._programs: dict[tuple[int, int], _Program] = {}
+        self.fused: FusedGenerator | None = None
 
     def factors(self, speed: float) -> list[Fraction]:
         """Of the interpolations, in order."""
@@ -206,6 +221,9 @@ class Windows:
         """Capture batches of windows on a GPU, the largest first: others fit into its memory."""
         if self.device.type != "cuda":
             return
+        Stream.current(self.device).finish()
+        with self.stream.use(), _tf32_products():
+            self.fused = FusedGenerator.compiled(self.generator)
         for size, counts in sorted(self._counts.items(), reverse=True):
             for count in sorted(counts, reverse=True):
                 program = _Program(self, size, count)
@@ -243,9 +261,11 @@ class Windows:
             by_size[plan.size] += [(index, excerpt) for excerpt in plan.excerpts]
         for size, work in sorted(by_size.items()):
             counts = self._counts.get(size, (1,))
-            for at in range(0, len(work), max(counts)):
-                some = work[at : at + max(counts)]
-                count = min(each for each in counts if each >= len(some))
+            while work:
+                count = min((each for each in counts if each >= len(work)), default=max(counts))
+                if (count - len(work)) * size > SPARE_FRAMES:
+                    count = max(each for each in counts if each <= len(work))
+                some, work = work[:count], work[count:]
                 program = self._programs.get((size, count)) or _Program(self, size, count)
                 given = [(pushes[index].stream, plans[index], excerpt) for index, excerpt in some]
                 made = program.run(given)
@@ -341,7 +361,8 @@ class _Program:
         index = offset + self._arange[: self._size]
         there = (index >= 0)[:, :, None]
         frames = rows.gather(1, index.clamp(0, rows.shape[1] - 1)[:, :, None].expand(-1, -1, rows.shape[2]))
-        return run_generator(generator, torch.where(there, frames, 0), self._speaker)
+        make = self._windows.fused or partial(run_generator, generator)
+        return make(torch.where(there, frames, 0), self._speaker)
 
     def _drawn(self, rows: Tensor, start: Tensor, length: Tensor) -> Tensor:
         """HiFi-GAN's mels of frames, drawn by the flow."""
@@ -386,3 +407,124 @@ def _tf32_products() -> Iterator[None]:
         yield
     finally:
         matmul.allow_tf32 = before
+
+
+tl: Any = None  # triton.language, once `_add_kernel` is compiled
+_BLOCK = 2048  # elements of a program of the kernel
+
+
+def _add_kernel(  # type: ignore[no-untyped-def]
+    y, bias, one, other, total, active, count, per_sample, last_channel, scale, slope,
+    IS_OF_SAMPLE: tl.constexpr, NUM_ADDED: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_ACTIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`FusedGenerator._sum`, for Triton: it knows no names but `tl` and those of its arguments."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    column = at & last_channel
+    if IS_OF_SAMPLE:
+        column += at // per_sample * (last_channel + 1)
+    value = tl.load(y + at, inside).to(tl.float32) + tl.load(bias + column, inside).to(tl.float32)
+    if NUM_ADDED > 0:
+        value += tl.load(one + at, inside).to(tl.float32)
+    if NUM_ADDED > 1:
+        value += tl.load(other + at, inside).to(tl.float32)
+    if HAS_TOTAL:
+        tl.store(total + at, value, inside)
+    if HAS_ACTIVE:
+        value *= scale
+        tl.store(active + at, tl.where(value > 0, value, value * slope), inside)
+
+
+class FusedGenerator:
+    """`Generator` on a GPU, equal up to rounding: what follows a convolution is one kernel, made by Triton.
+
+    PyTorch adds a bias in a kernel of its own that takes longer than most of these convolutions.
+    """
+
+    def __init__(self, generator: Generator, kernel: Any = None) -> None:
+        """Without a kernel PyTorch computes the same."""
+        self._generator, self._kernel = generator, kernel
+        self._weights: dict[nn.Module, Tensor] = {}
+
+    @classmethod
+    def compiled(cls, generator: Generator) -> FusedGenerator | None:
+        """None where Triton or a C compiler is missing, or computes something else."""
+        global tl
+        weight, draw = generator.conv_pre.weight, torch.Generator().manual_seed(0)
+        sizes = (2, 32, weight.shape[1]), (2, generator.cond_layer.in_channels)
+        given = [torch.randn(size, generator=draw).to(weight.device) for size in sizes]
+        try:
+            import triton
+            import triton.language
+
+            tl, made = triton.language, cls(generator, triton.jit(_add_kernel))
+            found, expected = made(*given), run_generator(generator, *given)
+            error = float((found - expected).abs().max() / expected.abs().max())
+            if not error < TOLERANCE:
+                raise ValueError(f"an error of {error}")
+        except Exception:
+            _log.debug("The vocoder runs without fused kernels", exc_info=True)
+            return None
+        return made
+
+    def __call__(self, frames: Tensor, speaker: Tensor) -> Tensor:
+        """Waves [n, samples] of frames [n, frames, channels]."""
+        generator, dtype = self._generator, self._generator.conv_pre.weight.dtype
+        g, kernels = speaker[:, :, None].to(dtype), len(RESBLOCK_KERNELS)
+        x = generator.conv_pre(frames.transpose(1, 2).to(dtype)) + generator.cond_layer(g)
+        active = F.leaky_relu(x.unsqueeze(2), SLOPE).contiguous(memory_format=torch.channels_last)
+        for level, (up, cond) in enumerate(zip(generator.ups, generator.conds, strict=True)):
+            bias = (up.bias + cond(g).squeeze(2)).contiguous()
+            x, active = self._sum(self._convolved(up, active), bias)
+            slope = LAST_SLOPE if level == len(generator.ups) - 1 else SLOPE
+            active = self._mean(generator.resblocks[kernels * level : kernels * (level + 1)], x, active, slope)
+        return generator.samples(active.float()).squeeze(1)
+
+    def _mean(self, blocks: Any, x: Tensor, active: Tensor, slope: float) -> Tensor:
+        """The activated mean of what blocks return for x, which is also given activated."""
+        totals: list[Tensor] = []
+        for block in blocks:
+            total, hidden = x, active
+            for dilated, plain in zip(block.convs1, block.convs2, strict=True):
+                is_end = plain is block.convs2[-1]
+                _, hidden = self._sum(self._convolved(dilated, hidden), dilated.bias, has_total=False)
+                y, more = self._convolved(plain, hidden), [total, *(totals if is_end else [])]
+                if is_end and block is blocks[-1]:
+                    return self._sum(y, plain.bias, *more, has_total=False, scale=1 / len(blocks), slope=slope)[1]
+                total, hidden = self._sum(y, plain.bias, *more, has_active=not is_end)
+            totals = [total]
+        return active
+
+    def _convolved(self, conv: Any, x: Tensor) -> Tensor:
+        """An image [B, C, 1, T] without the bias."""
+        if conv not in self._weights:
+            self._weights[conv] = conv.weight.unsqueeze(2).contiguous(memory_format=torch.channels_last)
+        weight, stride, padding = self._weights[conv], (1, conv.stride[0]), (0, int(conv.padding[0]))
+        if isinstance(conv, nn.ConvTranspose1d):
+            y = F.conv_transpose2d(x, weight, None, stride, padding)
+        else:
+            y = F.conv2d(x, weight, None, stride, padding, (1, conv.dilation[0]))
+        return y.contiguous(memory_format=torch.channels_last)
+
+    def _sum(
+        self,
+        y: Tensor,
+        bias: Tensor,
+        *more: Tensor,
+        has_total: bool = True,
+        has_active: bool = True,
+        scale: float = 1.0,
+        slope: float = SLOPE,
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of images and a bias [C] or [B, C], in the memory of the first; and scaled and activated."""
+        channels, per_sample = y.shape[1], y.numel() // len(y)
+        if self._kernel is None:
+            total = sum(more, y.float() + bias.float().view(-1, channels, 1, 1))
+            return total.to(y.dtype), F.leaky_relu(total * scale, slope).to(y.dtype)
+        active = torch.empty_like(y) if has_total and has_active else y
+        others = (*more, y, y)[:2]
+        numbers = (y.numel(), per_sample, channels - 1, scale, slope)
+        flags = (bias.dim() == 2, len(more), has_total, has_active, _BLOCK)
+        self._kernel[-(-y.numel() // _BLOCK),](y, bias, *others, y, active, *numbers, *flags, num_warps=8)
+        return y, active
