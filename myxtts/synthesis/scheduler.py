@@ -428,14 +428,16 @@ class Scheduler:
         while running.has_ended or len(running.codes) >= current.num_wanted:
             size = min(current.num_wanted, len(running.codes))
             is_whole = running.has_ended and size == len(running.codes)
-            said = end_of_text(self.slots.gpt, job.voice.latents, spoken.sentence.ids, running.codes[:size])
+            with self._copies.use():
+                said = end_of_text(self.slots.gpt, job.voice.latents, spoken.sentence.ids, running.codes[:size])
             goes_on = said is not None and size > said + USUAL_TAIL_CODES
             if not goes_on and not is_whole:
                 current.num_wanted += CHUNK_CODES
                 continue
             current.num_taken = said + TAIL_CODES if said is not None and goes_on else size
             codes = tuple(running.codes[: current.num_taken])
-            current.parts.append(self.slots.generated(running, 0, current.num_taken))
+            with self._copies.use():
+                current.parts.append(self.slots.generated(running, 0, current.num_taken))
             problem = find_problem(codes, spoken.sentence.bounds)
             current.attempt = Attempt(codes, problem, current.number + 1)
             self._leave(spoken)
