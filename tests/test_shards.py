@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from myxtts.cli import main
 from myxtts.config import CorpusSource
 from myxtts.data import shards, sources
 from myxtts.data.clips import PreparedCorpus
+from myxtts.data.corpus import choose_held_out, choose_in_shards
 from myxtts.data.jobs import JobOptions, ShardJob, Supervisor, share_of
 from myxtts.data.locations import Location
 from myxtts.data.prepare import prepare, prepared_before
@@ -99,6 +102,71 @@ def test_held_out_sentences_of_a_sharded_corpus(
         (one.text, one.speaker, one.clip.name) for one in whole
     }
     assert len(parts) == (len(whole) if most == 100 else 4)
+
+
+def index_of(num_shards: int, each: int = 200) -> dict[str, np.ndarray[Any, Any]]:
+    """Columns of a corpus in which each shard has two speakers of its own, and the last one a language too."""
+    random, number = np.random.default_rng(7), num_shards * each
+    shards = np.repeat(np.arange(num_shards, dtype=np.int32), each)
+    speakers = 2 * shards + (np.arange(number) % 2).astype(np.int32)
+    languages = np.where(shards == num_shards - 1, 3, shards % 2).astype(np.int8)
+    draws = random.integers(0, 2**64, number, dtype=np.uint64)
+    none = np.zeros(number, np.int8)
+    return {"draw": draws, "shard": shards, "speaker": speakers, "language": languages, "held_out": none}
+
+
+def test_of_many_shards_a_few_hold_clips_out() -> None:
+    index, data = index_of(100), settings(Path())
+    chosen = choose_in_shards(index, data)
+    taken = np.bincount(index["shard"][chosen], minlength=100)
+    assert (taken > 0).sum() == 16 and 20 < taken.max() < 80, "about an eighth of the clips of each"
+    assert len(np.unique(index["language"][chosen])) == 3 and len(np.unique(index["speaker"][chosen])) == 32
+    assert chosen.sum() == pytest.approx(0.02 * 100 * 200, rel=0.2)
+    most = choose_in_shards(index, replace(data, val_fraction=0.5))
+    assert (most >= chosen).all() and np.bincount(index["shard"][most]).max() < 0.35 * 200
+    index["draw"][index["shard"] == 99] >>= np.uint64(4)  # every clip of this shard would be held out
+    assert choose_in_shards(index, data).any()
+    assert not choose_in_shards(index, data)[index["shard"] == 99].any()
+
+
+def test_a_sentence_is_on_one_side_of_a_corpus_of_many_shards() -> None:
+    index, data = index_of(40), settings(Path(), val_fraction=0.1)
+    index["draw"][::3] = np.resize(index["draw"][:2000:3], len(index["draw"][::3]))  # said in several shards
+    chosen = choose_in_shards(index, data)
+    assert chosen.any() and len(np.unique(index["shard"][chosen])) <= 16
+    assert not np.isin(index["draw"][chosen], index["draw"][~chosen]).any()
+    index["draw"][:] = np.resize(index["draw"][:150], 8000)  # in every shard
+    chosen = choose_in_shards(index, data)
+    assert len(np.unique(index["shard"][chosen])) == 40
+    assert not np.isin(index["draw"][chosen], index["draw"][~chosen]).any()
+
+
+def test_few_shards_hold_out_what_they_did() -> None:
+    index, data = index_of(16), settings(Path())
+    before = choose_held_out(index["held_out"] != 0, lambda: index["draw"], data)
+    assert (choose_in_shards(index, data) == before).all() and before.any()
+    index = index_of(40)
+    assert not choose_in_shards(index, replace(data, val_fraction=0)).any()
+    assert not choose_in_shards(index, replace(data, val_data=Path("other"))).any()
+    index["held_out"][::50] = 1
+    assert (np.flatnonzero(choose_in_shards(index, data)) == np.arange(0, 8000, 50)).all()
+
+
+@pytest.mark.usefixtures("small")
+def test_validating_reads_few_shards_and_a_run_that_read_all_is_not_continued(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, flags = tmp_path / "out", "--stages gpt --val-fraction 0.4 --max-steps"
+    made = shard(clips(14), out, JobOptions(shard_mb=0.2)).made
+    whole = opened(out, val_fraction=0.4).val
+    assert main(arguments(tmp_path / "run", out, f"{flags} 1")) == 0
+    monkeypatch.setattr("myxtts.data.corpus.HELD_OUT_SHARDS", 1)
+    monkeypatch.setattr("myxtts.data.corpus.MOST_OF_A_SHARD", 0.6)  # they have few clips
+    few = opened(out, val_fraction=0.4).val
+    assert whole.shards is not None and few.shards is not None and made == 4
+    assert 1 == len(set(few.shards.tolist())) < len(set(whole.shards.tolist()))
+    assert main(arguments(tmp_path / "run", out, f"{flags} 2")) == 2
+    assert "If none were, other clips are held out now" in capsys.readouterr().err
 
 
 def test_a_second_run_does_nothing_and_new_recordings_add_shards(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ from myxtts.data.corpus import (
     Corpus,
     Flags,
     SetAside,
-    choose_held_out,
+    choose_in_shards,
     held_out,
     labelled,
     read_corpus,
@@ -341,8 +341,7 @@ class _ShardedPart(_AnyPart):
         )
 
     def held_out(self) -> Flags:
-        index = self._index("held_out", "draw")
-        return choose_held_out(index["held_out"] != 0, lambda: index["draw"], self.data)
+        return choose_in_shards(self._index("held_out", "draw", "shard", "speaker", "language"), self.data)
 
     def _index(self, *names: str) -> dict[str, Array]:
         """Return columns of the usable clips; they stay mapped if all are usable."""
