@@ -455,6 +455,23 @@ def test_training_from_a_sharded_corpus(
     assert main(["prepare", "--train-data", str(clips(4)), "--out", str(out), "--val-data", str(clips(3))]) == 2
 
 
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.usefixtures("small")
+def test_a_run_speaks_in_the_voice_of_a_clip_of_a_shard(
+    is_mixed: bool, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard(clips(4), tmp_path / "out")
+    more = f"--train-data {clips(3)}" if is_mixed else ""
+    assert main(arguments(tmp_path / "run", tmp_path / "out", f"--stages dvae,gpt --max-steps 1 {more}")) == 0
+    shown, _ = capsys.readouterr()
+    assert "No sample was spoken" not in shown
+    assert f"in the voice of {Path('run/reference.wav')}" in shown and f"{SENTENCES[1][:20]}'" in shown
+    spoken, rate = sf.read(tmp_path / "run" / "sample.wav")
+    assert rate == 24000 and abs(spoken).max() > 0
+    used, own = (sf.read(path)[0] for path in (tmp_path / "run/reference.wav", clips(4) / "wavs/clip001.wav"))
+    assert abs(used - own).max() < 1e-4
+
+
 @pytest.mark.usefixtures("small", "s3")
 def test_training_from_a_remote_corpus(
     clips: Clips, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]

@@ -262,6 +262,10 @@ class ClipSet:
     def num_ids(self) -> Rows:
         return self.ids.lengths[self.ids_rows]
 
+    def wave(self, number: int) -> npt.NDArray[np.float32]:
+        """Return a clip as the network gets it, 22.05 kHz."""
+        return np.divide(self.audio[int(self.audio_rows[number])], 32768, dtype=np.float32)
+
     def select(self, chosen: Rows) -> ClipSet:
         columns = {id(column := getattr(self, field)): column for field in _ROW_FIELDS}  # some are the same
         found = {key: column[chosen] for key, column in columns.items()}
