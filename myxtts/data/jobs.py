@@ -27,7 +27,7 @@ import xxhash
 from myxtts.config import LANGUAGES, DataSettings
 from myxtts.data.clips import DecodeOptions
 from myxtts.data.corpus import METADATA_FILES
-from myxtts.data.locations import Location, shard_cache
+from myxtts.data.locations import Location, answered, shard_cache
 from myxtts.data.pool import WorkerContext, behave_as_worker
 from myxtts.data.shards import (
     FORMAT,
@@ -161,6 +161,7 @@ def _work(job: Job, skip: set[int], sender: Connection) -> None:
 
 
 def run_job(job: Job) -> None:
+    answered.add(job.target.store)  # the plan was made from it
     Supervisor().run(job)
 
 
