@@ -149,7 +149,7 @@ def _add_training_commands(commands: Any) -> None:
     add("--on", choices=["local", "ray"], default="local", help=on)
     share = "with --out: only every Nth shard from the Kth on [default: the share of a Slurm or torchrun process]"
     add("--shard", metavar="K/N", help=share)
-    size = "with --out: bytes of the source in a shard [default: 1000]"
+    size = "with --out: most MB of the source in a shard, as it has them; MP3 grows five times [default: 1000]"
     add("--shard-mb", type=_positive, default=1000.0, metavar="MB", help=size)
     add_flags(prepare, only=PREPARE_KEYS)
 

@@ -54,7 +54,10 @@ HELD_OUT = re.compile(r"(^|/)(validation|valid|val|dev|eval|test)([^a-z/][^/]*)?
 SLICE_CLIPS, SLICE_BYTES, ROWS_PER_READ = 512, 256 << 20, 32
 """Clips of a slice of a manifest or a folder on average; bytes of row groups in a unit; rows read at once."""
 MAX_AUDIO_BYTES, MAX_TEXT_BYTES = 1 << 30, 1 << 20  # of one member of an archive, one row, one line
-BYTES_PER_SECOND = 32_000  # assumed where only the length of a recording is known
+BYTES_PER_SECOND, BYTES_PER_CLIP = (
+    32_000,
+    211_200,
+)  # assumed where only the length is known, or not even that
 MAX_FILES = 1_000_000  # that a pattern in braces may name
 
 Item = TypeVar("Item")
@@ -430,6 +433,7 @@ def _manifest_units(root: Location, manifest: Entry) -> list[Unit]:
         packed = zlib.compress(b"\n".join(line.text for line in chosen), 1)
         stats = [_stat(folder, audio) for line in chosen for audio in line.audio]
         num_bytes = int(sum(line.seconds for line in chosen) * BYTES_PER_SECOND) or sum(size for size, _ in stats)
+        num_bytes = num_bytes or BYTES_PER_CLIP * len(chosen)
         read = partial(_read_lines, folder, packed, [line.where for line in chosen])
         place = () if folder.is_local else (folder,)  # sizes and times of remote audio are not known
         units.append(_Unit(name, _key(packed, *stats, *place), num_bytes, read))
