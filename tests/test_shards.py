@@ -195,6 +195,18 @@ def test_parts_that_another_source_has_are_named(tmp_path: Path, caplog: pytest.
     assert re.search(r"(\d) of \1 parts of .*moved, such as #/clip000, are in the corpus", caplog.text)
 
 
+def test_recordings_that_two_sources_have_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = tmp_path / "out"
+    shard(write_corpus(tmp_path / "a", SENTENCES[:8], seconds=0.9), out)
+    assert "two sources" not in caplog.text
+    again = write_corpus(tmp_path / "b", SENTENCES[10:13], seconds=0.9)
+    write_corpus(again, SENTENCES[13:], first=20, seconds=1.0)
+    shard(again, out)
+    told = rf"3 clips \(0.00 h\) are in two sources, such as b/clip00\d, most of {tmp_path}/a and {again}: each"
+    assert re.search(told, caplog.text)
+    assert len(opened(out, val_fraction=0).train) == 13
+
+
 def test_only_the_shard_of_a_changed_recording_is_replaced(tmp_path: Path) -> None:
     corpus, out = write_corpus(tmp_path / "a", SENTENCES), tmp_path / "out"
     made = shard(corpus, out)

@@ -22,9 +22,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import xxhash
 
-from myxtts.config import LANGUAGES, DataSettings
+from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import DecodeOptions
 from myxtts.data.corpus import METADATA_FILES
 from myxtts.data.locations import Location, answered, shard_cache
@@ -433,6 +434,7 @@ def _finish(
         opened = ShardedCorpus(corpus, cache, body)
         if plan.body is not None:
             opened.require(data, plan.body["params"])
+        _warn_of_repeated(opened, plan.sources)
         tokenizer = _vocabulary(opened, plan, data, base)
     folder = corpus / ids_folder(tokenizer)
     jobs = [IdsJob(shard.location, folder / shard.location.name, tokenizer.to_json()) for shard in shards]
@@ -444,6 +446,21 @@ def _finish(
     (corpus / "corpus.json").write(checked_json(body))
     if corpus.is_local:
         _remove_others(Path(corpus.path), {*names, f"index-{key}"})
+
+
+def _warn_of_repeated(opened: ShardedCorpus, sources: Sequence[str]) -> None:
+    """Say how many clips have the same samples as one of another source."""
+    hashes, source, samples = (opened.index[name] for name in ("hash", "source", "num_samples"))
+    order = np.lexsort((source, hashes)) if len(sources) > 1 else np.arange(0)
+    first, again = order[:-1], order[1:]
+    is_again = (hashes[first] == hashes[again]) & (source[first] != source[again])
+    if not is_again.any():
+        return
+    first, again = first[is_again], again[is_again]
+    (one, other), _ = Counter(zip(source[first].tolist(), source[again].tolist(), strict=True)).most_common(1)[0]
+    found = f"{len(again)} clips ({samples[again].sum() / SAMPLE_RATE / 3600:.2f} h)"
+    such = f"such as {opened.names(again[:1], '').name(0)}, most of {sources[one]} and {sources[other]}"
+    _log.warning("%s are in two sources, %s: each is trained on twice. Leave one of them out.", found, such)
 
 
 def _vocabulary(opened: ShardedCorpus, plan: Plan, data: DataSettings, base: Path | None) -> Tokenizer:
