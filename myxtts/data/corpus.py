@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from myxtts.audio import EXTENSIONS
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, DataSettings
-from myxtts.data.store import Rows, hash64
+from myxtts.data.store import Rows, hash64, refuse_folder
 from myxtts.errors import DatasetError, printable
 
 FORMS = """\
@@ -146,7 +146,7 @@ def read_pairs(folder: Path, listed: dict[str, int]) -> list[Row | SetAside]:
     """
     found: list[Row | SetAside] = []
     others: list[str] = []
-    for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
+    for parent, folders, names in os.walk(folder, onerror=refuse_folder):
         at = Path(parent).relative_to(folder)
         listed[parent] = last_change(Path(parent))
         visible = sorted(name for name in folders if not name.startswith("."))
@@ -165,10 +165,6 @@ def read_pairs(folder: Path, listed: dict[str, int]) -> list[Row | SetAside]:
     if not any(isinstance(row, Row) for row in found):
         raise _no_texts(folder, [row.where for row in found if row.where], others)
     return found
-
-
-def _refuse_folder(error: OSError) -> None:
-    raise DatasetError(f"{error.filename} cannot be read: {error.strerror}")
 
 
 def _pair(folder: Path, recording: Path, listed: dict[str, int]) -> Row | SetAside:

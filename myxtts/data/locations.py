@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 import xxhash
 
 from myxtts.config import DataSettings
-from myxtts.data.store import cannot_write, only_process, user_cache
+from myxtts.data.store import cannot_write, only_process, refuse_folder, user_cache
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.files import write_atomically
 from myxtts.observe.trace import Trace
@@ -128,19 +128,15 @@ class Location:
         found = self._request(lambda api, client: api.head(client, self.path))
         return Entry(self, found["size"], found["e_tag"] or str(found["last_modified"]))
 
-    def exists(self) -> bool:
-        try:
-            self.entry()
-        except MissingObject:
-            return False
-        return True
-
     def list(self) -> list[Entry]:
         """Return every file below a folder, sorted by path."""
         if self.is_local:
-            walked = os.walk(self.path, onerror=_refuse_folder)
+            walked = os.walk(self.path, onerror=refuse_folder)
             paths = [os.path.join(at, name) for at, _, names in walked for name in names]  # noqa: PTH118
-            entries = [Location(path).entry() for path in paths if os.path.isfile(path)]  # noqa: PTH113
+            entries = list[Entry]()
+            for path in paths:
+                with contextlib.suppress(MissingObject):  # gone meanwhile
+                    entries += [Location(path).entry()] if os.path.isfile(path) else []  # noqa: PTH113
             return sorted(entries, key=lambda entry: entry.location.path)
         if self.store.startswith(_HTTP):
             raise DatasetError(f"{self}: a web server lists no files. Name one, or several as in {{000..123}}.")
@@ -209,6 +205,16 @@ class Location:
     def upload(self, path: Path) -> None:
         """Replace the file by a copy of a local one."""
         self._put(path, lambda temporary: shutil.copyfile(path, temporary))
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete files of this folder, if they are there, and the folders that they leave empty."""
+        for path in [Path(self.path, name) for name in names] if self.is_local else ():
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+        paths = [(self / name).path for name in names]
+        if paths and not self.is_local:
+            self._request(lambda api, client: api.delete(client, paths))
 
     def _put(self, content: bytes | Path, write: Callable[[Path], object]) -> None:
         if self.is_local:
@@ -297,10 +303,6 @@ def _reason(error: Exception) -> str:
     """Return the first line of an error, without what a URL may hide."""
     line = (str(error).splitlines() or [""])[0]
     return re.sub(r"\?[^\s,;)]+", "?…", re.sub(r"://[^/\s@]*@", "://…@", line))
-
-
-def _refuse_folder(error: OSError) -> None:
-    raise DatasetError(f"{error.filename} cannot be read: {error.strerror}")
 
 
 def _read_local(path: Path, start: int, length: int | None) -> bytes:

@@ -54,10 +54,7 @@ HELD_OUT = re.compile(r"(^|/)(validation|valid|val|dev|eval|test)([^a-z/][^/]*)?
 SLICE_CLIPS, SLICE_BYTES, ROWS_PER_READ = 512, 256 << 20, 32
 """Clips of a slice of a manifest or a folder on average; bytes of row groups in a unit; rows read at once."""
 MAX_AUDIO_BYTES, MAX_TEXT_BYTES = 1 << 30, 1 << 20  # of one member of an archive, one row, one line
-BYTES_PER_SECOND, BYTES_PER_CLIP = (
-    32_000,
-    211_200,
-)  # assumed where only the length is known, or not even that
+BYTES_PER_SECOND, BYTES_PER_CLIP = 32_000, 211_200  # assumed where only the length is known, or not even that
 MAX_FILES = 1_000_000  # that a pattern in braces may name
 
 Item = TypeVar("Item")
