@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,16 @@ import pytest
 import soundfile as sf
 from conftest import SENTENCES, contents, make_voice, write_corpus
 from s3_fixtures import LoopbackStore, s3
-from shard_fixtures import DeadlyUnit, settings, shard, tree
+from shard_fixtures import SMALL_SHARDS, DeadlyUnit, settings, shard, tree
 from training_fixtures import Clips, arguments, losses
 
 from myxtts import evaluation
 from myxtts.cli import main
 from myxtts.config import CorpusSource
-from myxtts.data import shards, sources
+from myxtts.data import jobs, shards, sources
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import choose_held_out, choose_in_shards
-from myxtts.data.jobs import JobOptions, ShardJob, Supervisor, share_of
+from myxtts.data.jobs import Job, JobOptions, ShardJob, Supervisor, share_of
 from myxtts.data.locations import Location
 from myxtts.data.prepare import prepare, prepared_before
 from myxtts.data.shards import CLIP_COLUMNS, IDS_COLUMNS, Package, ShardSpec, columns_bytes
@@ -212,10 +212,57 @@ def test_only_the_shard_of_a_changed_recording_is_replaced(tmp_path: Path) -> No
     made = shard(corpus, out)
     before = {path.name for path in out.glob("shards/*") if path.is_dir()}
     sf.write(corpus / "wavs" / "clip003.wav", make_voice(1.7, seed=99), 22050, subtype="PCM_16")
-    assert shard(corpus, out).made == 1
+    again = shard(corpus, out)
+    assert again.made == 1 and again.unnamed > 1.0 * 22050 * 2 and made.unnamed == 0
+    after = {path.name for path in out.glob("shards/*") if path.is_dir()}
+    assert before < after and len(after) == made.made + 1
+    assert contents(opened(out)) == contents(opened(corpus))
+    assert shard(corpus, out, replace(SMALL_SHARDS, prune=True)).unnamed == 0
     after = {path.name for path in out.glob("shards/*") if path.is_dir()}
     assert len(before & after) == len(after) - 1 == made.made - 1
     assert contents(opened(out)) == contents(opened(corpus))
+    shard(corpus, tmp_path / "new")
+    assert len(list(out.glob("index-*"))) == 1 and len(tree(out)) == len(tree(tmp_path / "new"))
+
+
+def run_inline(_: int, todo: Sequence[Job]) -> Iterator[None]:
+    """Run jobs in this process, which knows the address of the loopback store."""
+    for job in todo:
+        job.run(lambda _: None, set())
+        yield None
+
+
+@pytest.mark.usefixtures("s3")
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_a_corpus_no_longer_names_is_pruned_when_nobody_else_adds(
+    remote: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jobs, "run_here", run_inline)
+    folder = write_corpus(tmp_path / "a", SENTENCES[:4])
+    out = Path("s3://bucket/corpus" if remote else tmp_path / "out")
+    place = Location.parse("s3://bucket/corpus" if remote else out)
+
+    def files() -> dict[str, int]:
+        found = {entry.location.path.removeprefix(f"{place.path}/"): entry.size for entry in place.list()}
+        return {name: size for name, size in found.items() if "/" in name}
+
+    def unnamed(prune: bool = False) -> int:
+        return shard(folder, out, replace(SMALL_SHARDS, prune=prune)).unnamed
+
+    assert unnamed() == 0
+    before = files()
+    sf.write(folder / "wavs" / "clip003.wav", make_voice(1.7, seed=99), 22050, subtype="PCM_16")
+    assert (kept := unnamed()) > 0.6 * 22050 * 2 and before.items() <= files().items()
+    with jobs._held(place):
+        assert unnamed(prune=True) == kept and before.items() <= files().items()
+        assert "Nothing is deleted: another prepare adds to the corpus" in caplog.text
+    reader = opened(str(out), val_fraction=0, cache_dir=tmp_path / "cache").train
+    assert unnamed(prune=True) == 0
+    left = files()
+    assert sum(before[name] for name in before.keys() - left.keys()) == kept
+    assert not [name for name in left if name.startswith("preparing")]
+    assert len([reader.audio[row] for row in reader.audio_rows.tolist()]) == 4
+    assert unnamed(prune=True) == 0 and files() == left
 
 
 def test_what_a_folder_is_decides_what_can_be_done_with_it(tmp_path: Path) -> None:
@@ -330,7 +377,7 @@ def test_a_damaged_shard_is_named_and_made_anew(tmp_path: Path) -> None:
     assert shard(corpus, out).made == 1 and tree(out) == before
     clips = opened(out, val_fraction=0).train
     damaged.unlink()
-    with pytest.raises(CacheDamaged, match=rf"{damaged.parent.name}.*No such file"):
+    with pytest.raises(CacheDamaged, match=rf"{damaged.parent.name}.*No such file.*was pruned"):
         [clips.audio[row] for row in clips.audio_rows.tolist()]
     assert shard(corpus, out).made == 1 and tree(out) == before
     for spoil in (damaged.unlink, lambda: damaged.write_bytes(content)):
