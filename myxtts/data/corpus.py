@@ -468,10 +468,9 @@ def choose_in_shards(index: Mapping[str, npt.NDArray[Any]], data: DataSettings) 
     What other shards say too is trained on. If that is most of it, clips of all shards are held out, as of few.
     """
     draws, shards, marked = index["draw"], index["shard"], index["held_out"] != 0
-    chosen = choose_held_out(marked, lambda: draws, data)
     number = int(shards.max(initial=0)) + 1
-    if number <= HELD_OUT_SHARDS or marked.any() or not chosen.any():
-        return chosen
+    if number <= HELD_OUT_SHARDS or marked.any() or data.val_data or data.val_fraction == 0:
+        return choose_held_out(marked, lambda: draws, data)
     share = min(data.val_fraction * number / HELD_OUT_SHARDS, MOST_OF_A_SHARD)
     drawn = np.flatnonzero(draws < share * 2.0**64)
     few = _few_shards(shards[drawn], index["language"][drawn], index["speaker"][drawn], number)
@@ -482,10 +481,9 @@ def choose_in_shards(index: Mapping[str, npt.NDArray[Any]], data: DataSettings) 
     own = own[said_elsewhere[np.searchsorted(said_elsewhere, draws[own])] != draws[own]]
     if 2 * len(own) <= is_own.sum():
         _log.info("Few sentences are in one shard only: validation clips are in all %d shards", number)
-        return chosen
-    chosen = np.zeros(len(draws), bool)
-    chosen[own] = True
-    return chosen
+        return choose_held_out(marked, lambda: draws, data)
+    marked[own] = True
+    return marked
 
 
 def _few_shards(shards: Rows, languages: Rows, speakers: Rows, number: int) -> Flags:

@@ -665,7 +665,7 @@ class Example(NamedTuple):
 
 
 def example(data: DataSettings, clips: ClipSet, folder: Path) -> Example | None:
-    """The first clip in the main language that suffices for a voice, or the longest; of a shard, put in `folder`."""
+    """The first clip in the main language long enough for a voice, or the longest; of a shard, put in `folder`."""
     main_language = np.bincount(clips.languages).argmax()
     seconds = np.where(clips.languages == main_language, clips.num_samples / SAMPLE_RATE, 0.0)
     chosen = int(np.argmax(np.minimum(seconds, _ENOUGH_SECONDS)))
