@@ -31,7 +31,7 @@ from myxtts.data import jobs, shards, sources
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import choose_held_out, choose_in_shards
 from myxtts.data.jobs import Job, JobOptions, ShardJob, Supervisor, share_of
-from myxtts.data.locations import Location
+from myxtts.data.locations import Entry, Location
 from myxtts.data.prepare import prepare, prepared_before
 from myxtts.data.shards import CLIP_COLUMNS, IDS_COLUMNS, Package, ShardSpec, columns_bytes
 from myxtts.data.store import CacheDamaged
@@ -246,6 +246,9 @@ def test_what_a_corpus_no_longer_names_is_pruned_when_nobody_else_adds(
         found = {entry.location.path.removeprefix(f"{place.path}/"): entry.size for entry in place.list()}
         return {name: size for name, size in found.items() if "/" in name}
 
+    def refuse(_: Location) -> list[Entry]:
+        raise DatasetError("The store refuses access")
+
     def unnamed(prune: bool = False) -> int:
         return shard(folder, out, replace(SMALL_SHARDS, prune=prune)).unnamed
 
@@ -256,6 +259,11 @@ def test_what_a_corpus_no_longer_names_is_pruned_when_nobody_else_adds(
     with jobs._held(place):
         assert unnamed(prune=True) == kept and before.items() <= files().items()
         assert "Nothing is deleted: another prepare adds to the corpus" in caplog.text
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Location, "list", refuse)
+        assert unnamed() == 0, "who adds to a store may not be allowed to list it"
+        with pytest.raises(DatasetError, match="refuses"):
+            unnamed(prune=True)
     reader = opened(str(out), val_fraction=0, cache_dir=tmp_path / "cache").train
     assert unnamed(prune=True) == 0
     left = files()

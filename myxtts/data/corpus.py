@@ -463,11 +463,11 @@ def choose_held_out(chosen: Flags, draws: Callable[[], npt.NDArray[np.uint64]], 
 
 
 def choose_in_shards(index: Mapping[str, npt.NDArray[Any]], data: DataSettings) -> Flags:
-    """Return the same for the columns of a sharded corpus: of many shards, sentences that only a few of them hold.
+    """Return which clips of a sharded corpus are for validation: of many shards, sentences that only a few hold.
 
-    What other shards say too is trained on. If that is most of it, clips of all shards are held out, as of few.
+    What other shards say too is trained on. If that is most of it, every shard holds clips out, as of few shards.
     """
-    draws, shards, marked = index["draw"], index["shard"], index["held_out"] != 0
+    draws, shards, marked = index["draw"], index["shard"], np.asarray(index["held_out"] != 0)
     number = int(shards.max(initial=0)) + 1
     if number <= HELD_OUT_SHARDS or marked.any() or data.val_data or data.val_fraction == 0:
         return choose_held_out(marked, lambda: draws, data)

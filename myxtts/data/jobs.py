@@ -29,7 +29,7 @@ import xxhash
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import DecodeOptions
 from myxtts.data.corpus import METADATA_FILES
-from myxtts.data.locations import Location, answered, shard_cache
+from myxtts.data.locations import Entry, Location, answered, shard_cache
 from myxtts.data.pool import WorkerContext, behave_as_worker
 from myxtts.data.shards import (
     FORMAT,
@@ -513,7 +513,10 @@ def _prune(corpus: Location, find_other: Callable[[], Location | None] | None) -
     """Return the bytes of packages that the corpus does not name, after deleting them if `find_other` is given."""
     body = read_corpus_file(corpus)
     used = {f"index-{body['index']}", *(shard["name"] for shard in body["shards"])} if body else set[str]()
-    sizes = {entry.location.path.removeprefix(f"{corpus.path}/"): entry.size for entry in corpus.list()}
+    entries = list[Entry]()
+    with contextlib.nullcontext() if find_other else contextlib.suppress(DatasetError):  # if it may not be listed
+        entries = corpus.list()
+    sizes = {entry.location.path.removeprefix(f"{corpus.path}/"): entry.size for entry in entries}
     unnamed = [name for name in sizes if (found := _PACKAGE.match(name)) and found[1] not in used]
     num_bytes = sum(sizes[name] for name in unnamed)
     if not unnamed or find_other is None:
