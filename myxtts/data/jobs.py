@@ -49,7 +49,7 @@ from myxtts.data.shards import (
     write_shard,
 )
 from myxtts.data.sources import Unit, open_source
-from myxtts.data.store import cannot_write, checked_json, only_process, user_cache
+from myxtts.data.store import cannot_write, checked_json, is_locked_alone, only_process, user_cache
 from myxtts.errors import ConfigError, DatasetError, MyXTTSError, Progress, progress_bar
 from myxtts.host import usable_cores
 from myxtts.text.tokenizer import Tokenizer, train
@@ -490,15 +490,7 @@ def _held(corpus: Location) -> Iterator[Callable[[], Location | None]]:
     if corpus.is_local:
         with open(Path(corpus.path, ".held"), "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
-
-            def alone() -> Location | None:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return corpus / ".held"
-                return None
-
-            yield alone
+            yield lambda: None if is_locked_alone(lock) else corpus / ".held"
         return
     folder, own = corpus / "preparing", uuid.uuid4().hex
     (folder / own).write(b"")

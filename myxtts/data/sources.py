@@ -492,7 +492,8 @@ def _described(line: bytes, where: str) -> Iterator[_Row | SetAside]:
             raise ValueError(f"no audio in the fields {', '.join(fields)}"[:200])
         if not any(name in fields for name in FIELDS["text"]):
             raise ValueError(f"no text in the fields {', '.join(fields)}"[:200])
-        start, duration = (_seconds(_value(fields, name)) for name in ("start", "duration"))
+        times = [_value(fields, name) for name in ("start", "duration")]
+        start, duration = (float(given) if given else None for given in times)
         place, _, query = audio.partition("?") if "://" in audio else (audio, "", "")
         path = "/".join(part for part in without_secrets(place).split("/") if part not in ("", ".", ".."))
         own = (f"-{hash64(query):016x}" if query else "") + (f"@{start:g}" if start else "")
@@ -533,10 +534,6 @@ def _value(fields: Mapping[str, Any], meaning: str) -> str:
     return next(
         (str(value) for value in values if isinstance(value, str | int | float) and str(value).strip()), ""
     )
-
-
-def _seconds(text: str) -> float | None:
-    return float(text) if text else None
 
 
 def _read_lines(folder: Location, packed: bytes, places: Sequence[str]) -> Iterator[Found]:

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import IO, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -477,14 +477,20 @@ def by_last_use(root: Path, kind: str) -> list[Path]:
     return sorted(root.glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
+def is_locked_alone(file: IO[bytes]) -> bool:
+    """Lock a file, unless another process holds a lock of it; True if this process alone now does."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 @contextlib.contextmanager
 def only_process(root: Path, name: str, waiting: str = "") -> Iterator[None]:
     """Hold the lock file `name` below `root`, after logging `waiting` with `root` if another process holds it."""
     root.mkdir(parents=True, exist_ok=True)
     with open(root / name, "ab") as lock:  # the kernel releases the lock if the process dies
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not is_locked_alone(lock):
             if waiting:
                 _log.info(waiting, root)
             fcntl.flock(lock, fcntl.LOCK_EX)
