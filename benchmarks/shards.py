@@ -44,7 +44,7 @@ from myxtts.errors import NO_PROGRESS
 from myxtts.host import process_bytes
 from myxtts.text.tokenizer import Tokenizer, train
 
-CLIPS, SHARDS = 10_000_000, 1600
+CLIPS, SHARDS, INDEX = 10_000_000, 1600, "0" * 20
 LENGTHS = np.linspace(1.0, 6.26, 64) * SAMPLE_RATE  # 3.63 s on average: 1.6 TB
 BATCH, WINDOW = 32, 16
 
@@ -72,8 +72,8 @@ def large(folder: Path) -> Table:
     shards, ids = write_sparse(Location(str(corpus)), vocabulary)
     table.add_row("sparse shards written", f"{time.perf_counter() - started:.1f}", "")
     started = time.perf_counter()
-    index = join_shards(shards, Location(str(corpus / "index-all")))
-    joined = join_ids(ids, Location(str(corpus / ids_folder(vocabulary) / "index-all")))
+    index = join_shards(shards, Location(str(corpus / f"index-{INDEX}")))
+    joined = join_ids(ids, Location(str(corpus / ids_folder(vocabulary) / f"index-{INDEX}")))
     size = sum(part.files["clips.npy"][0] for part in (index, joined)) / CLIPS
     table.add_row("index joined", f"{time.perf_counter() - started:.1f}", f"{size:.1f} bytes a clip")
     for name in ("opened, the first time", "opened"):
@@ -94,7 +94,7 @@ def write_sparse(corpus: Location, vocabulary: Tokenizer) -> tuple[list[Package]
     id_zeros = np.array([checksum(np.zeros(count, np.int32)) for count in range(200)], np.uint64)
     shards, ids, facts = [], [], []
     for number in range(SHARDS):
-        place, name = corpus / "shards" / f"s{number:04d}", f"s{number:04d}"
+        place, name = corpus / "shards" / f"{number:020x}", f"{number:020x}"
         Path(place.path).mkdir(parents=True)
         chosen = random.integers(0, len(lengths), per_shard)
         offsets = np.cumsum(-(-2 * lengths[chosen] // 64) * 64)
@@ -116,7 +116,7 @@ def write_sparse(corpus: Location, vocabulary: Tokenizer) -> tuple[list[Package]
         ids.append(sparse_package(place, "ids.bin", int(offsets[-1]), {"set_aside": 0}))
     (corpus / "vocab.json").write(vocabulary.to_json().encode())
     params = {"use_phonemes": False, "trim_silence_db": 0.0}
-    body = {"format": FORMAT, "params": params, "sources": ["x"], "index": "all", "shards": facts}
+    body = {"format": FORMAT, "params": params, "sources": ["x"], "index": INDEX, "shards": facts}
     (corpus / "corpus.json").write(checked_json(body))
     return shards, ids
 

@@ -71,9 +71,9 @@ def decode(
     try:
         with sf.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
             problem = DAMAGED
-            rate, limit = file.samplerate, math.floor(max_seconds * file.samplerate)
-            first = min(round(start * rate), file.frames)
-            expected = file.frames - first if duration is None else round(duration * rate)
+            rate, frames, limit = file.samplerate, file.frames, math.floor(max_seconds * file.samplerate)
+            first = min(round(start * rate), frames)
+            expected = frames - first if duration is None else round(duration * rate)
             if first:
                 file.seek(first)
             already_right = rate == sample_rate and file.channels == 1 and file.subtype == "PCM_16"
@@ -85,6 +85,9 @@ def decode(
     if len(samples) > limit:
         seconds = max(expected, len(samples)) / rate
         raise UnusableAudio("too long", f"{seconds:.2f} s, the limit is {max_seconds:.2f} s")
+    if len(samples) < expected and duration is not None and (end := first + len(samples)) >= frames:
+        named = f"the manifest names {start:g} to {start + duration:g} s"
+        raise UnusableAudio("shorter than named", f"{named}, the audio ends at {end / rate:g} s")
     if len(samples) < expected:
         raise UnusableAudio(DAMAGED, f"{len(samples)} of {expected} samples could be decoded")
     if len(samples) == 0:

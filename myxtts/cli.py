@@ -149,8 +149,10 @@ def _add_training_commands(commands: Any) -> None:
     add("--on", choices=["local", "ray"], default="local", help=on)
     share = "with --out: only every Nth shard from the Kth on [default: the share of a Slurm or torchrun process]"
     add("--shard", metavar="K/N", help=share)
-    size = "with --out: bytes of the source in a shard [default: 1000]"
+    size = "with --out: most MB of the source in a shard, as it has them; MP3 grows five times [default: 1000]"
     add("--shard-mb", type=_positive, default=1000.0, metavar="MB", help=size)
+    prune = "with --out: delete what the corpus no longer names; runs that began earlier and still read it fail"
+    add("--prune", action="store_true", help=prune)
     add_flags(prepare, only=PREPARE_KEYS)
 
     about = "train a text vocabulary on a corpus, or extend one with a language"
@@ -493,8 +495,8 @@ def _prepare(options: argparse.Namespace) -> None:
         if (finished := _prepare_sharded(options, data)) is not None:
             show_corpus(prepare(finished, ProgressLines()))
         return
-    if options.shard is not None or options.on != "local":
-        raise ConfigError("--on and --shard make a sharded corpus: say where, with --out CORPUS")
+    if options.shard is not None or options.on != "local" or options.prune:
+        raise ConfigError("--on, --prune and --shard make a sharded corpus: say where, with --out CORPUS")
     if data.train_data is None:
         logging.info("No --train-data given: using the embedded corpus")
     show_corpus(prepare(data, ProgressLines(), verify=True))
@@ -513,9 +515,11 @@ def _prepare_sharded(options: argparse.Namespace, data: DataSettings) -> DataSet
         raise ConfigError("--shard divides the work without a cluster; leave it out with --on ray")
     share = share_of(options.shard) if options.on == "local" else (0, 1)
     start = _start_of(load(options.config, flags_of(options), options.unknown))[1]
-    jobs = JobOptions(options.on, share, options.shard_mb)
+    jobs = JobOptions(options.on, share, options.shard_mb, options.prune)
     done = prepare_sharded(data, options.out, jobs, start.get("training.init_from"), ProgressLines())
     _say(f"{done.made} shards made, {done.kept} were there")
+    if done.unnamed:
+        _say(f"{done.unnamed / 1e6:,.1f} MB are of use to earlier runs only: --prune deletes them")
     if done.waiting:
         _say(f"{done.waiting} are made by other processes; the last one finishes the corpus")
         return None

@@ -265,7 +265,8 @@ class DataSettings:
     `DIR:speakers=x` says that its speakers are those of the training corpus whose speakers are called `x/NAME`."""
     val_fraction: float = setting(0.02, minimum=0, maximum=0.5)
     """Fraction of the training clips held out for validation when `val_data` is not given. The choice depends
-    only on the clips, so a continued run validates on the same ones."""
+    only on the clips, so a continued run validates on the same ones. Of a corpus of more than 16 shards it is at
+    most a quarter of the clips of 16, so that validating does not read all of it."""
     reference_clip: str = setting("other", choices=("other", "same"))
     """Source of the reference voice of a training clip. `other` takes another clip of the same speaker, drawn
     from the whole corpus in every epoch, as synthesis does: the reference cannot leak the text. `same` takes the

@@ -124,8 +124,7 @@ class Recording(NamedTuple):
 
     @property
     def wave(self) -> Wave:
-        """As the network gets it, 22.05 kHz."""
-        return np.divide(self.clips.audio[int(self.clips.audio_rows[self.number])], 32768, dtype=np.float32)
+        return self.clips.wave(self.number)
 
     @property
     def ids(self) -> Tensor:

@@ -183,7 +183,7 @@ def machine() -> dict[str, str]:
 def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> Iterator[str]:
     """Speak a sample unless there is one; yield where everything is, what to expect, and what to type next."""
     folder = settings.training.checkpoint_dir
-    said, run = example(settings.data, prepared.train), RunDir(folder)
+    said, run = example(settings.data, prepared.train, folder), RunDir(folder)
     if has_trained:
         (folder / SAMPLE_FILE).unlink(missing_ok=True)  # it is from an earlier state of the run
     has_spoken = (folder / SAMPLE_FILE).is_file()

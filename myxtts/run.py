@@ -855,6 +855,9 @@ def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str
     if before.get("training clips") != after.get("training clips"):
         other = f"--init-from {folder} --checkpoint-dir {_free_folder(folder)}"
         advice.append(f"For recordings added or removed, train on in a new run: {other}")
+        if before.get("shards", 0) == after.get("shards"):
+            why = "by --val-fraction, or as the run began with a version that held clips of every shard out"
+            advice.append(f"If none were, other clips are held out now: {why}.")
     require_same(folder, before, after, advice)
 
 

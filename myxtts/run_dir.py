@@ -228,7 +228,7 @@ class RunDir:
     def reset(self) -> Path | None:
         """Move everything of an earlier run to a subfolder and return that; None if there is nothing."""
         files = (BASE_FILE, DIMS_FILE, VOCABULARY_FILE, "tensorboard", "report.html", "sample.wav")
-        reports = ("evaluation", "samples", *(name for name in RUN_FILES if "/" not in name))
+        reports = ("reference.wav", "evaluation", "samples", *(name for name in RUN_FILES if "/" not in name))
         present = [path for name in (*STAGES, *files, *reports) if (path := self.folder / name).exists()]
         if not present:
             return None

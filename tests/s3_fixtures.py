@@ -133,7 +133,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         key, query = self._target()
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if "delete" in query:
+            names = re.findall("<Key>.*?</Key>", content.decode())
+            for name in names:
+                self.store.objects.pop(f"{key.strip('/')}/{name[5:-6]}", None)
+            deleted = "".join(f"<Deleted>{name}</Deleted>" for name in names)
+            return self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
         if "uploads" in query:
             upload = f"upload{len(self.store.parts)}"
             self.store.parts[upload] = {}

@@ -26,7 +26,8 @@ def shard(folder: Path, out: Path, options: JobOptions = SMALL_SHARDS, **values:
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file of a corpus but its locks, of which no leftover may be among them."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", ".making")]
+    locks = (".lock", ".making", ".held")
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in locks]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths if ".myxtts" not in path.parts}
 
 

@@ -100,6 +100,20 @@ def test_a_truncated_file_is_never_taken_for_a_clip(tmp_path: Path, kind: Kind, 
     assert reason_of(path) in (audio.DAMAGED, "not audio")
 
 
+@pytest.mark.parametrize("kind", COMPRESSED, ids=lambda kind: kind[1] + kind[2])
+def test_a_piece_that_ends_after_its_file_names_both_lengths(tmp_path: Path, kind: Kind) -> None:
+    path = tmp_path / f"clip{kind[2]}"
+    path.write_bytes(encoded(soxr.resample(make_voice(1.25), 22050, 24000), 24000, kind))
+    assert len(decode(path, SAMPLE_RATE, 9.3, start=0.5, duration=0.5)) == SAMPLE_RATE // 2
+    for start in (0.5, 2.0):
+        with pytest.raises(audio.UnusableAudio) as caught:
+            decode(path, SAMPLE_RATE, 9.3, start=start, duration=1.5)
+        assert caught.value.reason == "shorter than named"
+        named, _, end = caught.value.detail.partition(", the audio ends at ")
+        assert named == f"the manifest names {start:g} to {start + 1.5:g} s"
+        assert float(end.removesuffix(" s")) == pytest.approx(1.25, abs=0.08)
+
+
 @pytest.mark.parametrize("suffix", audio.EXTENSIONS)
 def test_what_is_no_audio_is_named(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"clip{suffix}"

@@ -526,7 +526,7 @@ def test_latents_are_kept_for_clips_that_the_first_epoch_does_not_hold(
     assert kept == [True]
 
 
-def test_evaluation_and_samples_find_clips_of_every_corpus(two: tuple[Path, Path]) -> None:
+def test_evaluation_and_samples_find_clips_of_every_corpus(two: tuple[Path, Path], tmp_path: Path) -> None:
     from myxtts.evaluation import _unseen_texts
     from myxtts.synthesis.synthesizer import example
 
@@ -536,5 +536,5 @@ def test_evaluation_and_samples_find_clips_of_every_corpus(two: tuple[Path, Path
     unseen = _unseen_texts(prepared, data)
     assert unseen.keys() == set(prepared.val.names) and unseen
     longest = replace(data, val_fraction=0.0)
-    said = example(longest, prepare(longest).train)
+    said = example(longest, prepare(longest).train, tmp_path)
     assert said is not None and said.recording == two[1] / "wavs" / "clip020.wav"

@@ -229,7 +229,11 @@ def test_judges_are_found_here_or_beside_the_venv(tmp_path: Path, monkeypatch: p
 
 
 def test_what_cannot_be_evaluated_is_an_error_that_says_why(
-    run: Path, trained: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    trained: Callable[[], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refused(*flags: object) -> str:
         assert evaluate(*flags, "--only", "synthesise") == 2  # type: ignore[arg-type]
@@ -249,6 +253,7 @@ def test_what_cannot_be_evaluated_is_an_error_that_says_why(
     (run / "settings.yaml").write_text(to_yaml(settings))
     text = refused(run)
     assert "The run holds no clips out" in text and "--val-data" in text
+    assert re.search(r"trained on \d+ clips, and \d+ are not held out now: it may have been trained", caplog.text)
     assert not (run / "evaluation").exists()
 
 

@@ -78,7 +78,6 @@ def test_files_are_written_listed_and_read(remote: bool, tmp_path: Path) -> None
     with large.open_random() as file:
         assert file.seek(-5, os.SEEK_END) == 25599995 and file.read(9) == CONTENT[-5:]
         assert file.seek(1) == 1 and file.read(2) == CONTENT[1:3]
-    assert first.exists() and not (root / "none").exists()
     with pytest.raises(MissingObject, match=r"There is no .*none"):
         (root / "none").read()
 
@@ -131,6 +130,30 @@ def test_refused_access_names_the_variables(s3: LoopbackStore, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(DatasetError, match=r"pip install 'myxtts\[cloud\]'"):
         Location.parse("s3://other/a").read()
+
+
+def test_a_store_that_never_answered_is_given_up_sooner(
+    s3: LoopbackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locations, "answered", set())
+    monkeypatch.setattr(locations, "FIRST_CONTACT_S", 0.5)
+    monkeypatch.setattr(locations, "FIRST_WAIT_S", 0.25)
+    monkeypatch.setattr(locations, "LONGEST_WAIT_S", 0.25)
+    s3.objects["bucket/a"] = CONTENT
+    s3.fault_of = lambda _: "reset"
+    place, started = Location.parse("s3://bucket/a"), time.monotonic()
+    with pytest.raises(DatasetError, match=r"s3://bucket/a cannot be reached: (.|\n)*and AWS_ENDPOINT_URL"):
+        place.read()
+    assert time.monotonic() - started < 1
+    monkeypatch.setattr(locations, "LONGEST_WAIT_S", 0.1)
+    s3.fault_of = lambda _: "503"
+    with pytest.raises(DatasetError, match="after 8 attempts"):
+        place.read()
+    s3.fault_of = lambda _: ""
+    assert place.read() == CONTENT
+    s3.fault_of = lambda _: "reset"
+    with pytest.raises(DatasetError, match="after 8 attempts"):
+        place.read()
 
 
 def test_an_object_that_changes_while_it_is_read(s3: LoopbackStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,24 +11,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import soundfile as sf
 from conftest import SENTENCES, contents, make_voice, write_corpus
 from s3_fixtures import LoopbackStore, s3
-from shard_fixtures import DeadlyUnit, settings, shard, tree
+from shard_fixtures import SMALL_SHARDS, DeadlyUnit, settings, shard, tree
 from training_fixtures import Clips, arguments, losses
 
 from myxtts import evaluation
 from myxtts.cli import main
 from myxtts.config import CorpusSource
-from myxtts.data import shards, sources
+from myxtts.data import jobs, shards, sources
 from myxtts.data.clips import PreparedCorpus
-from myxtts.data.jobs import JobOptions, ShardJob, Supervisor, share_of
-from myxtts.data.locations import Location
+from myxtts.data.corpus import choose_held_out, choose_in_shards
+from myxtts.data.jobs import Job, JobOptions, ShardJob, Supervisor, share_of
+from myxtts.data.locations import Entry, Location
 from myxtts.data.prepare import prepare, prepared_before
 from myxtts.data.shards import CLIP_COLUMNS, IDS_COLUMNS, Package, ShardSpec, columns_bytes
 from myxtts.data.store import CacheDamaged
@@ -101,6 +104,71 @@ def test_held_out_sentences_of_a_sharded_corpus(
     assert len(parts) == (len(whole) if most == 100 else 4)
 
 
+def index_of(num_shards: int, each: int = 200) -> dict[str, np.ndarray[Any, Any]]:
+    """Columns of a corpus in which each shard has two speakers of its own, and the last one a language too."""
+    random, number = np.random.default_rng(7), num_shards * each
+    shards = np.repeat(np.arange(num_shards, dtype=np.int32), each)
+    speakers = 2 * shards + (np.arange(number) % 2).astype(np.int32)
+    languages = np.where(shards == num_shards - 1, 3, shards % 2).astype(np.int8)
+    draws = random.integers(0, 2**64, number, dtype=np.uint64)
+    none = np.zeros(number, np.int8)
+    return {"draw": draws, "shard": shards, "speaker": speakers, "language": languages, "held_out": none}
+
+
+def test_of_many_shards_a_few_hold_clips_out() -> None:
+    index, data = index_of(100), settings(Path())
+    chosen = choose_in_shards(index, data)
+    taken = np.bincount(index["shard"][chosen], minlength=100)
+    assert (taken > 0).sum() == 16 and 20 < taken.max() < 80, "about an eighth of the clips of each"
+    assert len(np.unique(index["language"][chosen])) == 3 and len(np.unique(index["speaker"][chosen])) == 32
+    assert chosen.sum() == pytest.approx(0.02 * 100 * 200, rel=0.2)
+    most = choose_in_shards(index, replace(data, val_fraction=0.5))
+    assert (most >= chosen).all() and np.bincount(index["shard"][most]).max() < 0.35 * 200
+    index["draw"][index["shard"] == 99] >>= np.uint64(4)  # every clip of this shard would be held out
+    assert choose_in_shards(index, data).any()
+    assert not choose_in_shards(index, data)[index["shard"] == 99].any()
+
+
+def test_a_sentence_is_on_one_side_of_a_corpus_of_many_shards() -> None:
+    index, data = index_of(40), settings(Path(), val_fraction=0.1)
+    index["draw"][::3] = np.resize(index["draw"][:2000:3], len(index["draw"][::3]))  # said in several shards
+    chosen = choose_in_shards(index, data)
+    assert chosen.any() and len(np.unique(index["shard"][chosen])) <= 16
+    assert not np.isin(index["draw"][chosen], index["draw"][~chosen]).any()
+    index["draw"][:] = np.resize(index["draw"][:150], 8000)  # in every shard
+    chosen = choose_in_shards(index, data)
+    assert len(np.unique(index["shard"][chosen])) == 40
+    assert not np.isin(index["draw"][chosen], index["draw"][~chosen]).any()
+
+
+def test_few_shards_hold_out_what_they_did() -> None:
+    index, data = index_of(16), settings(Path())
+    before = choose_held_out(index["held_out"] != 0, lambda: index["draw"], data)
+    assert (choose_in_shards(index, data) == before).all() and before.any()
+    index = index_of(40)
+    assert not choose_in_shards(index, replace(data, val_fraction=0)).any()
+    assert not choose_in_shards(index, replace(data, val_data=Path("other"))).any()
+    index["held_out"][::50] = 1
+    assert (np.flatnonzero(choose_in_shards(index, data)) == np.arange(0, 8000, 50)).all()
+
+
+@pytest.mark.usefixtures("small")
+def test_validating_reads_few_shards_and_a_run_that_read_all_is_not_continued(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, flags = tmp_path / "out", "--stages gpt --val-fraction 0.4 --max-steps"
+    made = shard(clips(14), out, JobOptions(shard_mb=0.2)).made
+    whole = opened(out, val_fraction=0.4).val
+    assert main(arguments(tmp_path / "run", out, f"{flags} 1")) == 0
+    monkeypatch.setattr("myxtts.data.corpus.HELD_OUT_SHARDS", 1)
+    monkeypatch.setattr("myxtts.data.corpus.MOST_OF_A_SHARD", 0.6)  # they have few clips
+    few = opened(out, val_fraction=0.4).val
+    assert whole.shards is not None and few.shards is not None and made == 4
+    assert 1 == len(set(few.shards.tolist())) < len(set(whole.shards.tolist()))
+    assert main(arguments(tmp_path / "run", out, f"{flags} 2")) == 2
+    assert "If none were, other clips are held out now" in capsys.readouterr().err
+
+
 def test_a_second_run_does_nothing_and_new_recordings_add_shards(tmp_path: Path) -> None:
     corpus, out = write_corpus(tmp_path / "a", SENTENCES[:8]), tmp_path / "out"
     shard(corpus, out)
@@ -127,15 +195,82 @@ def test_parts_that_another_source_has_are_named(tmp_path: Path, caplog: pytest.
     assert re.search(r"(\d) of \1 parts of .*moved, such as #/clip000, are in the corpus", caplog.text)
 
 
+def test_recordings_that_two_sources_have_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = tmp_path / "out"
+    shard(write_corpus(tmp_path / "a", SENTENCES[:8], seconds=0.9), out)
+    assert "two sources" not in caplog.text
+    again = write_corpus(tmp_path / "b", SENTENCES[10:13], seconds=0.9)
+    write_corpus(again, SENTENCES[13:], first=20, seconds=1.0)
+    shard(again, out)
+    told = rf"3 clips \(0.00 h\) are in two sources, such as b/clip00\d, most of {tmp_path}/a and {again}: each"
+    assert re.search(told, caplog.text)
+    assert len(opened(out, val_fraction=0).train) == 13
+
+
 def test_only_the_shard_of_a_changed_recording_is_replaced(tmp_path: Path) -> None:
     corpus, out = write_corpus(tmp_path / "a", SENTENCES), tmp_path / "out"
     made = shard(corpus, out)
     before = {path.name for path in out.glob("shards/*") if path.is_dir()}
     sf.write(corpus / "wavs" / "clip003.wav", make_voice(1.7, seed=99), 22050, subtype="PCM_16")
-    assert shard(corpus, out).made == 1
+    again = shard(corpus, out)
+    assert again.made == 1 and again.unnamed > 1.0 * 22050 * 2 and made.unnamed == 0
+    after = {path.name for path in out.glob("shards/*") if path.is_dir()}
+    assert before < after and len(after) == made.made + 1
+    assert contents(opened(out)) == contents(opened(corpus))
+    assert shard(corpus, out, replace(SMALL_SHARDS, prune=True)).unnamed == 0
     after = {path.name for path in out.glob("shards/*") if path.is_dir()}
     assert len(before & after) == len(after) - 1 == made.made - 1
     assert contents(opened(out)) == contents(opened(corpus))
+    shard(corpus, tmp_path / "new")
+    assert len(list(out.glob("index-*"))) == 1 and len(tree(out)) == len(tree(tmp_path / "new"))
+
+
+def run_inline(_: int, todo: Sequence[Job]) -> Iterator[None]:
+    """Run jobs in this process, which knows the address of the loopback store."""
+    for job in todo:
+        job.run(lambda _: None, set())
+        yield None
+
+
+@pytest.mark.usefixtures("s3")
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_a_corpus_no_longer_names_is_pruned_when_nobody_else_adds(
+    remote: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jobs, "run_here", run_inline)
+    folder = write_corpus(tmp_path / "a", SENTENCES[:4])
+    out = Path("s3://bucket/corpus" if remote else tmp_path / "out")
+    place = Location.parse("s3://bucket/corpus" if remote else out)
+
+    def files() -> dict[str, int]:
+        found = {entry.location.path.removeprefix(f"{place.path}/"): entry.size for entry in place.list()}
+        return {name: size for name, size in found.items() if "/" in name}
+
+    def refuse(_: Location) -> list[Entry]:
+        raise DatasetError("The store refuses access")
+
+    def unnamed(prune: bool = False) -> int:
+        return shard(folder, out, replace(SMALL_SHARDS, prune=prune)).unnamed
+
+    assert unnamed() == 0
+    before = files()
+    sf.write(folder / "wavs" / "clip003.wav", make_voice(1.7, seed=99), 22050, subtype="PCM_16")
+    assert (kept := unnamed()) > 0.6 * 22050 * 2 and before.items() <= files().items()
+    with jobs._held(place):
+        assert unnamed(prune=True) == kept and before.items() <= files().items()
+        assert "Nothing is deleted: another prepare adds to the corpus" in caplog.text
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Location, "list", refuse)
+        assert unnamed() == 0, "who adds to a store may not be allowed to list it"
+        with pytest.raises(DatasetError, match="refuses"):
+            unnamed(prune=True)
+    reader = opened(str(out), val_fraction=0, cache_dir=tmp_path / "cache").train
+    assert unnamed(prune=True) == 0
+    left = files()
+    assert sum(before[name] for name in before.keys() - left.keys()) == kept
+    assert not [name for name in left if name.startswith("preparing")]
+    assert len([reader.audio[row] for row in reader.audio_rows.tolist()]) == 4
+    assert unnamed(prune=True) == 0 and files() == left
 
 
 def test_what_a_folder_is_decides_what_can_be_done_with_it(tmp_path: Path) -> None:
@@ -250,7 +385,7 @@ def test_a_damaged_shard_is_named_and_made_anew(tmp_path: Path) -> None:
     assert shard(corpus, out).made == 1 and tree(out) == before
     clips = opened(out, val_fraction=0).train
     damaged.unlink()
-    with pytest.raises(CacheDamaged, match=rf"{damaged.parent.name}.*No such file"):
+    with pytest.raises(CacheDamaged, match=rf"{damaged.parent.name}.*No such file.*was pruned"):
         [clips.audio[row] for row in clips.audio_rows.tolist()]
     assert shard(corpus, out).made == 1 and tree(out) == before
     for spoil in (damaged.unlink, lambda: damaged.write_bytes(content)):
@@ -385,6 +520,23 @@ def test_training_from_a_sharded_corpus(
     assert "The corpus cannot be read" in capsys.readouterr().out
     assert main(["prepare", "--train-data", str(clips(4)), "--shard", "0/2"]) == 2
     assert main(["prepare", "--train-data", str(clips(4)), "--out", str(out), "--val-data", str(clips(3))]) == 2
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.usefixtures("small")
+def test_a_run_speaks_in_the_voice_of_a_clip_of_a_shard(
+    is_mixed: bool, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard(clips(4), tmp_path / "out")
+    more = f"--train-data {clips(3)}" if is_mixed else ""
+    assert main(arguments(tmp_path / "run", tmp_path / "out", f"--stages dvae,gpt --max-steps 1 {more}")) == 0
+    shown, _ = capsys.readouterr()
+    assert "No sample was spoken" not in shown
+    assert f"in the voice of {Path('run/reference.wav')}" in shown and f"{SENTENCES[1][:20]}'" in shown
+    spoken, rate = sf.read(tmp_path / "run" / "sample.wav")
+    assert rate == 24000 and abs(spoken).max() > 0
+    used, own = (sf.read(path)[0] for path in (tmp_path / "run/reference.wav", clips(4) / "wavs/clip001.wav"))
+    assert abs(used - own).max() < 1e-4
 
 
 @pytest.mark.usefixtures("small", "s3")

@@ -83,6 +83,15 @@ def test_a_new_clip_changes_few_units(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(before) > 10 and len(after - before) <= 2
 
 
+@pytest.mark.parametrize(("known", "each"), [("duration", 32_000), ("size", len(WAVE)), ("", 211_200)])
+def test_what_counts_for_the_size_of_a_shard(known: str, each: int, tmp_path: Path) -> None:
+    rows = [{"audio_filepath": f"{number}.wav", "text": "a"} for number in range(2)]
+    for number in range(2):
+        (tmp_path / f"{number}.wav").write_bytes(WAVE if known else b"")
+    given = [row | {"duration": 1.0} if known == "duration" else row for row in rows]
+    assert sum(unit.num_bytes for unit in open_source(str(json_lines(tmp_path / "a.jsonl", given)))) == 2 * each
+
+
 @pytest.mark.parametrize("remote", [False, True])
 def test_webdataset(remote: bool, tmp_path: Path, s3: LoopbackStore) -> None:
     first = [*pair("x/84_121.0", text="One", speaker="s1", language="en"), ("x/84_121.0.cls", b"3")]

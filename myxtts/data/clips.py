@@ -42,6 +42,7 @@ from myxtts.data.store import (
     Joined,
     PackedRows,
     Pieces,
+    RowReader,
     Rows,
     Sources,
     Store,
@@ -151,7 +152,7 @@ NO_SPEAKERS = (
 )
 
 
-class LazyAudio:
+class LazyAudio(RowReader):
     """The rows of an audio store, decoded from their files whenever they are read. Any thread may read."""
 
     def __init__(self, kept: Store, paths: Sequence[str], stats: Array, options: DecodeOptions) -> None:
@@ -165,9 +166,6 @@ class LazyAudio:
         self.lengths, self.hashes = np.zeros(len(kept), np.int64), np.zeros(len(kept), np.uint64)
         self.lengths[rows], self.hashes[rows] = numbers.T
         self._paths, self._stats, self._warned = paths, stats, False
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def __getitem__(self, row: int) -> audio.Pcm:
         path = Path(self._paths[row])
@@ -262,6 +260,10 @@ class ClipSet:
     def num_ids(self) -> Rows:
         return self.ids.lengths[self.ids_rows]
 
+    def wave(self, number: int) -> npt.NDArray[np.float32]:
+        """Return a clip as the network gets it, 22.05 kHz."""
+        return np.divide(self.audio[int(self.audio_rows[number])], 32768, dtype=np.float32)
+
     def select(self, chosen: Rows) -> ClipSet:
         columns = {id(column := getattr(self, field)): column for field in _ROW_FIELDS}  # some are the same
         found = {key: column[chosen] for key, column in columns.items()}
@@ -323,12 +325,10 @@ class _JoinedNames(LazyNames):
 
     @property
     def draws(self) -> Sources:
-        none = (np.zeros(len(part), np.uint64) for part in self._parts)
-        known = (
-            part.draws if isinstance(part, LazyNames) else zeros
-            for part, zeros in zip(self._parts, none, strict=True)
+        parts = (
+            part.draws if isinstance(part, LazyNames) else np.zeros(len(part), np.uint64) for part in self._parts
         )
-        return np.concatenate([*known])[self._chosen]
+        return np.concatenate([*parts])[self._chosen]
 
     def _place(self, at: int) -> tuple[Sequence[str], int]:
         number = int(self._chosen[at])

@@ -14,18 +14,18 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from myxtts.audio import EXTENSIONS
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, DataSettings
-from myxtts.data.store import hash64
+from myxtts.data.store import Rows, hash64, refuse_folder
 from myxtts.errors import DatasetError, printable
 
 FORMS = """\
@@ -52,6 +52,8 @@ COLUMN_NAMES = {
     "language": ("language", "lang", "locale"),
 }
 """Header names by meaning; if a file has several with one meaning, the first in this list is used."""
+HELD_OUT_SHARDS, MOST_OF_A_SHARD = 16, 0.25
+"""A corpus of more shards holds out clips of so many, at most this share of each: they are read whole."""
 _LANGUAGE_CODES = {name.lower(): code for code, name in LANGUAGE_NAMES.items()} | {"farsi": "fa"}
 
 Flags = npt.NDArray[np.bool_]
@@ -144,7 +146,7 @@ def read_pairs(folder: Path, listed: dict[str, int]) -> list[Row | SetAside]:
     """
     found: list[Row | SetAside] = []
     others: list[str] = []
-    for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
+    for parent, folders, names in os.walk(folder, onerror=refuse_folder):
         at = Path(parent).relative_to(folder)
         listed[parent] = last_change(Path(parent))
         visible = sorted(name for name in folders if not name.startswith("."))
@@ -163,10 +165,6 @@ def read_pairs(folder: Path, listed: dict[str, int]) -> list[Row | SetAside]:
     if not any(isinstance(row, Row) for row in found):
         raise _no_texts(folder, [row.where for row in found if row.where], others)
     return found
-
-
-def _refuse_folder(error: OSError) -> None:
-    raise DatasetError(f"{error.filename} cannot be read: {error.strerror}")
 
 
 def _pair(folder: Path, recording: Path, listed: dict[str, int]) -> Row | SetAside:
@@ -462,3 +460,42 @@ def choose_held_out(chosen: Flags, draws: Callable[[], npt.NDArray[np.uint64]], 
     if chosen.all():  # so few sentences: train on the last one
         chosen = np.asarray(draw < draw.max())
     return chosen
+
+
+def choose_in_shards(index: Mapping[str, npt.NDArray[Any]], data: DataSettings) -> Flags:
+    """Return which clips of a sharded corpus are for validation: of many shards, sentences that only a few hold.
+
+    What other shards say too is trained on. If that is most of it, every shard holds clips out, as of few shards.
+    """
+    draws, shards, marked = index["draw"], index["shard"], np.asarray(index["held_out"] != 0)
+    number = int(shards.max(initial=0)) + 1
+    if number <= HELD_OUT_SHARDS or marked.any() or data.val_data or data.val_fraction == 0:
+        return choose_held_out(marked, lambda: draws, data)
+    share = min(data.val_fraction * number / HELD_OUT_SHARDS, MOST_OF_A_SHARD)
+    drawn = np.flatnonzero(draws < share * 2.0**64)
+    few = _few_shards(shards[drawn], index["language"][drawn], index["speaker"][drawn], number)
+    few &= np.bincount(shards[drawn], minlength=number) < np.bincount(shards)  # none is held out as a whole
+    is_own = few[shards[drawn]]
+    own = drawn[is_own]
+    said_elsewhere = np.sort(np.append(draws[drawn[~is_own]], ~np.uint64(0)))
+    own = own[said_elsewhere[np.searchsorted(said_elsewhere, draws[own])] != draws[own]]
+    if 2 * len(own) <= is_own.sum():
+        _log.info("Few sentences are in one shard only: validation clips are in all %d shards", number)
+        return choose_held_out(marked, lambda: draws, data)
+    marked[own] = True
+    return marked
+
+
+def _few_shards(shards: Rows, languages: Rows, speakers: Rows, number: int) -> Flags:
+    """Return which shards are chosen: that with most languages and then speakers that the others lack, in turn."""
+    named = np.int64(len(LANGUAGES))  # languages are numbered before speakers
+    kinds = named + int(speakers.max(initial=0)) + 1
+    pairs = np.sort(np.concatenate([shards * kinds + languages, shards * kinds + named + speakers]))
+    of_shard, kind = np.divmod(pairs[np.diff(pairs, prepend=-1) > 0], kinds)
+    worth = np.where(kind < named, kinds, 1)
+    few, ties = np.zeros(number, bool), np.random.default_rng(number).random(number)
+    for _ in range(HELD_OUT_SHARDS):
+        best = np.where(few, -1.0, np.bincount(of_shard, worth, number) + ties).argmax()
+        few[best] = True
+        worth[np.isin(kind, kind[of_shard == best])] = 0
+    return few

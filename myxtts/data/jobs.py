@@ -8,12 +8,13 @@ plan depends on the sources and on what the corpus holds already, so all of them
 from __future__ import annotations
 
 import contextlib
-import itertools
+import fcntl
 import json
 import logging
 import os
-import shutil
+import re
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -22,19 +23,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import xxhash
 
-from myxtts.config import LANGUAGES, DataSettings
+from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import DecodeOptions
 from myxtts.data.corpus import METADATA_FILES
-from myxtts.data.locations import Location, shard_cache
+from myxtts.data.locations import Entry, Location, answered, shard_cache
 from myxtts.data.pool import WorkerContext, behave_as_worker
 from myxtts.data.shards import (
     FORMAT,
     Package,
     ShardedCorpus,
     ShardSpec,
-    checked_json,
     content_settings,
     ids_folder,
     join_ids,
@@ -48,7 +49,7 @@ from myxtts.data.shards import (
     write_shard,
 )
 from myxtts.data.sources import Unit, open_source
-from myxtts.data.store import cannot_write, only_process, user_cache
+from myxtts.data.store import cannot_write, checked_json, is_locked_alone, only_process, user_cache
 from myxtts.errors import ConfigError, DatasetError, MyXTTSError, Progress, progress_bar
 from myxtts.host import usable_cores
 from myxtts.text.tokenizer import Tokenizer, train
@@ -57,6 +58,7 @@ ATTEMPTS = 12  # to run a job whose process dies
 CRASHES = 3  # at the same recording, after which it is set aside
 RAY_RETRIES = 16  # of a task whose machine is lost
 _LOOKUPS = 16  # packages that are looked for at once
+_PACKAGE = re.compile(r"(?:shards/|ids-[0-9a-f]+/)?((?:index-)?[0-9a-f]{20})/")
 
 _log = logging.getLogger(__name__)
 _starting = threading.Lock()  # processes are started and end one at a time
@@ -161,6 +163,7 @@ def _work(job: Job, skip: set[int], sender: Connection) -> None:
 
 
 def run_job(job: Job) -> None:
+    answered.add(job.target.store)  # the plan was made from it
     Supervisor().run(job)
 
 
@@ -281,10 +284,8 @@ def make_plan(corpus: Location, data: DataSettings, shard_mb: float) -> Plan:
         for group in _grouped(new, shard_mb * 1e6):
             own = replace(spec, units=tuple(group))
             jobs.append(ShardJob(own, corpus / "shards" / own.name))
-    with ThreadPoolExecutor(_LOOKUPS) as pool:
-        found = pool.map(Package.find, [corpus / "shards" / shard["name"] for shard in kept])
-        lost = [shard for shard, package in zip(kept, found, strict=True) if package is None]
-    jobs += [_repair(shard, wanted, corpus) for shard in lost]
+    found = _found([corpus / "shards" / shard["name"] for shard in kept])
+    jobs += [_repair(shard, wanted, corpus) for shard, package in zip(kept, found, strict=True) if package is None]
     return Plan(body, sources, kept, jobs)
 
 
@@ -337,12 +338,14 @@ class JobOptions:
     on: str = "local"
     share: tuple[int, int] = (0, 1)  # the jobs k, k + n, … are run here
     shard_mb: float = 1000
+    prune: bool = False  # delete what the corpus no longer names
 
 
 class Outcome(NamedTuple):
     made: int
     kept: int
     waiting: int  # shards that other processes have yet to make; the corpus is finished if there are none
+    unnamed: int  # bytes of packages that the corpus no longer names
 
 
 def share_of(text: str | None) -> tuple[int, int]:
@@ -376,40 +379,44 @@ def prepare_sharded(
     try:
         if corpus.is_local:
             (place / "shards").mkdir(parents=True, exist_ok=True)
-        remove_leftovers(corpus)
-        plan = make_plan(corpus, data, options.shard_mb)
-        mine = plan.jobs[first::step]
-        absent = _absent(mine)
-        _run(absent, runner, "Preparing shards", progress)
-        waiting = len(_absent(plan.jobs))
-        if not waiting:
-            lock = only_process(place, ".lock", "Another process is finishing %s: waiting for it")
-            with lock if corpus.is_local else contextlib.nullcontext():
-                if read_corpus_file(corpus) != plan.body:  # another process has finished the same, or added to it
-                    plan = make_plan(corpus, data, options.shard_mb)
-                _finish(corpus, plan, data, base, runner, progress)
-        return Outcome(len(absent), len(plan.names) - len(absent) - waiting, waiting)
+        with _held(corpus) as find_other:
+            remove_leftovers(corpus)
+            plan = make_plan(corpus, data, options.shard_mb)
+            mine = plan.jobs[first::step]
+            absent = _absent(mine)
+            _run(absent, runner, "Preparing shards", progress)
+            waiting, unnamed = len(_absent(plan.jobs)), 0
+            if not waiting:
+                lock = only_process(place, ".lock", "Another process is finishing %s: waiting for it")
+                with lock if corpus.is_local else contextlib.nullcontext():
+                    if read_corpus_file(corpus) != plan.body:  # another process has finished the same, or added
+                        plan = make_plan(corpus, data, options.shard_mb)
+                    _finish(corpus, plan, data, base, runner, progress)
+                    unnamed = _prune(corpus, find_other if options.prune else None)
+        return Outcome(len(absent), len(plan.names) - len(absent) - waiting, waiting, unnamed)
     except OSError as error:
         raise cannot_write(place, error, "--out CORPUS") from error
 
 
+def _found(locations: Sequence[Location]) -> list[Package | None]:
+    with ThreadPoolExecutor(_LOOKUPS) as pool:
+        return list(pool.map(Package.find, locations))
+
+
 def _absent(jobs: Sequence[RunnableJob]) -> list[RunnableJob]:
     """Return the jobs whose package is not there."""
-    with ThreadPoolExecutor(_LOOKUPS) as pool:
-        found = list(pool.map(Package.find, [job.target for job in jobs]))
+    found = _found([job.target for job in jobs])
     return [job for job, package in zip(jobs, found, strict=True) if package is None]
 
 
 def _finish(
     corpus: Location, plan: Plan, data: DataSettings, base: Path | None, runner: Runner, progress: Progress
 ) -> None:
-    """Join the shards, make vocabulary and ids, and replace corpus.json; what it no longer names is removed."""
+    """Join the shards, make vocabulary and ids, and replace corpus.json; what it no longer names stays."""
     names = plan.names
-    with ThreadPoolExecutor(_LOOKUPS) as pool:
-        packages = list(pool.map(Package.find, [corpus / "shards" / name for name in names]))
-    if any(package is None for package in packages):
+    shards = [package for package in _found([corpus / "shards" / name for name in names]) if package is not None]
+    if len(shards) < len(names):
         raise DatasetError(f"{corpus} was changed by another process meanwhile: run the same command again")
-    shards = [package for package in packages if package is not None]
     if not shards:
         raise DatasetError("The sources hold nothing to prepare")
     numbers = {job.target.name: job.spec.source for job in plan.jobs}
@@ -421,28 +428,39 @@ def _finish(
     ]
     key = xxhash.xxh3_128_hexdigest(json.dumps(names).encode())[:20]
     join_shards(shards, corpus / f"index-{key}")
-    body = {
-        "format": FORMAT,
-        "params": content_settings(data),
-        "sources": plan.sources,
-        "index": key,
-        "shards": facts,
-    }
+    params = content_settings(data)
+    body = {"format": FORMAT, "params": params, "sources": plan.sources, "index": key, "shards": facts}
     with shard_cache(data) as cache:
         opened = ShardedCorpus(corpus, cache, body)
         if plan.body is not None:
             opened.require(data, plan.body["params"])
+        _warn_of_repeated(opened, plan.sources)
         tokenizer = _vocabulary(opened, plan, data, base)
     folder = corpus / ids_folder(tokenizer)
     jobs = [IdsJob(shard.location, folder / shard.location.name, tokenizer.to_json()) for shard in shards]
     if corpus.is_local:
         Path(folder.path).mkdir(exist_ok=True)
     _run(_absent(jobs), runner, "Tokenising", progress)
-    join_ids([package for job in jobs if (package := Package.find(job.target))], folder / f"index-{key}")
+    join_ids([Package.require(job.target) for job in jobs], folder / f"index-{key}")
     (corpus / "vocab.json").write(tokenizer.to_json().encode())
     (corpus / "corpus.json").write(checked_json(body))
-    if corpus.is_local:
-        _remove_others(Path(corpus.path), {*names, f"index-{key}"})
+    for cut_off in Path(corpus.path).glob(".*.json.*") if corpus.is_local else ():
+        cut_off.unlink(missing_ok=True)  # of a process that was killed: only one at a time finishes a corpus
+
+
+def _warn_of_repeated(opened: ShardedCorpus, sources: Sequence[str]) -> None:
+    """Say how many clips have the same samples as one of another source."""
+    hashes, source, samples = (opened.index[name] for name in ("hash", "source", "num_samples"))
+    order = np.lexsort((source, hashes)) if len(sources) > 1 else np.arange(0)
+    first, again = order[:-1], order[1:]
+    is_again = (hashes[first] == hashes[again]) & (source[first] != source[again])
+    if not is_again.any():
+        return
+    first, again = first[is_again], again[is_again]
+    (one, other), _ = Counter(zip(source[first].tolist(), source[again].tolist(), strict=True)).most_common(1)[0]
+    found = f"{len(again)} clips ({samples[again].sum() / SAMPLE_RATE / 3600:.2f} h)"
+    such = f"such as {opened.names(again[:1], '').name(0)}, most of {sources[one]} and {sources[other]}"
+    _log.warning("%s are in two sources, %s: each is trained on twice. Leave one of them out.", found, such)
 
 
 def _vocabulary(opened: ShardedCorpus, plan: Plan, data: DataSettings, base: Path | None) -> Tokenizer:
@@ -463,13 +481,43 @@ def _vocabulary(opened: ShardedCorpus, plan: Plan, data: DataSettings, base: Pat
     return train([one.text for one in sentences], [one.language for one in sentences], data.vocab_size)
 
 
-def _remove_others(corpus: Path, used: set[str]) -> None:
-    """Remove the packages that the corpus no longer names; processes that have them open go on reading.
+@contextlib.contextmanager
+def _held(corpus: Location) -> Iterator[Callable[[], Location | None]]:
+    """Hold a corpus with others that add to it; give what returns a trace of another, or None and holds it alone.
 
-    Files that a killed process was replacing go too: only one process at a time finishes a corpus.
+    An object store has no locks: there a process has an object while it adds.
     """
-    for cut_off in corpus.glob(".*.json.*"):
-        cut_off.unlink(missing_ok=True)
-    for folder in itertools.chain(corpus.glob("index-*"), corpus.glob("shards/*"), corpus.glob("ids-*/*")):
-        if folder.is_dir() and folder.name not in used and not folder.name.startswith("making-"):
-            shutil.rmtree(folder, ignore_errors=True)
+    if corpus.is_local:
+        with open(Path(corpus.path, ".held"), "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            yield lambda: None if is_locked_alone(lock) else corpus / ".held"
+        return
+    folder, own = corpus / "preparing", uuid.uuid4().hex
+    (folder / own).write(b"")
+    try:
+        yield lambda: next((entry.location for entry in folder.list() if entry.location.name != own), None)
+    finally:
+        with contextlib.suppress(DatasetError):  # the store may be what failed
+            folder.delete([own])
+
+
+def _prune(corpus: Location, find_other: Callable[[], Location | None] | None) -> int:
+    """Return the bytes of packages that the corpus does not name, after deleting them if `find_other` is given."""
+    body = read_corpus_file(corpus)
+    used = {f"index-{body['index']}", *(shard["name"] for shard in body["shards"])} if body else set[str]()
+    entries = list[Entry]()
+    with contextlib.nullcontext() if find_other else contextlib.suppress(DatasetError):  # if it may not be listed
+        entries = corpus.list()
+    sizes = {entry.location.path.removeprefix(f"{corpus.path}/"): entry.size for entry in entries}
+    unnamed = [name for name in sizes if (found := _PACKAGE.match(name)) and found[1] not in used]
+    num_bytes = sum(sizes[name] for name in unnamed)
+    if not unnamed or find_other is None:
+        return num_bytes
+    if (other := find_other()) is not None:
+        advice = "" if corpus.is_local else "; if that was killed, delete this object"
+        _log.warning("Nothing is deleted: another prepare adds to the corpus (%s)%s", other, advice)
+        return num_bytes
+    for is_rest in (False, True):  # a package without its meta.json is none: others make it again
+        corpus.delete([name for name in unnamed if name.endswith("/meta.json") != is_rest])
+    _log.info("%.1f MB are deleted that %s no longer names", num_bytes / 1e6, corpus)
+    return 0

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import io
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 import xxhash
 
 from myxtts.config import DataSettings
-from myxtts.data.store import cannot_write, only_process, user_cache
+from myxtts.data.store import cannot_write, only_process, refuse_folder, user_cache
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.files import write_atomically
 from myxtts.observe.trace import Trace
@@ -40,6 +41,7 @@ CHUNK_BYTES, IN_FLIGHT = 8 << 20, 4  # ranges of one object, and how many of the
 ATTEMPTS, FIRST_WAIT_S, LONGEST_WAIT_S = 8, 0.25, 16.0  # of a request; waits double, to half a minute in all
 STALLED_S = 20.0  # after so long without a byte a request has failed
 PATIENCE_S = 10.0  # after which a failed attempt is worth a warning: a store may be silent for minutes in all
+FIRST_CONTACT_S = 10.0  # to reach a store that has never answered: its name or the network may be wrong
 FETCHERS = 2  # objects that are fetched ahead at once
 ABANDONED_S = 3600.0  # a part of a file that was not written to for so long is left from a killed process
 _HTTP = ("http", "https")
@@ -50,7 +52,10 @@ _CREDENTIALS = {
     "public bucket.",
     "https": "Set MYXTTS_HTTP_AUTHORIZATION to the header it asks for, such as 'Bearer TOKEN'.",
 }
+_UNREACHED = "error sending request"  # as obstore says it
 _METADATA_SERVER = "169.254.169.254"  # of a cloud machine; asked for credentials where the environment has none
+
+answered: set[str] = set()  # stores that have answered this process, or the one that sent it here
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -123,19 +128,15 @@ class Location:
         found = self._request(lambda api, client: api.head(client, self.path))
         return Entry(self, found["size"], found["e_tag"] or str(found["last_modified"]))
 
-    def exists(self) -> bool:
-        try:
-            self.entry()
-        except MissingObject:
-            return False
-        return True
-
     def list(self) -> list[Entry]:
         """Return every file below a folder, sorted by path."""
         if self.is_local:
-            walked = os.walk(self.path, onerror=_refuse_folder)
+            walked = os.walk(self.path, onerror=refuse_folder)
             paths = [os.path.join(at, name) for at, _, names in walked for name in names]  # noqa: PTH118
-            entries = [Location(path).entry() for path in paths if os.path.isfile(path)]  # noqa: PTH113
+            entries = list[Entry]()
+            for path in paths:
+                with contextlib.suppress(MissingObject):  # gone meanwhile
+                    entries += [Location(path).entry()] if os.path.isfile(path) else []  # noqa: PTH113
             return sorted(entries, key=lambda entry: entry.location.path)
         if self.store.startswith(_HTTP):
             raise DatasetError(f"{self}: a web server lists no files. Name one, or several as in {{000..123}}.")
@@ -205,6 +206,16 @@ class Location:
         """Replace the file by a copy of a local one."""
         self._put(path, lambda temporary: shutil.copyfile(path, temporary))
 
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete files of this folder, if they are there, and the folders that they leave empty."""
+        for path in [Path(self.path, name) for name in names] if self.is_local else ():
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+        paths = [(self / name).path for name in names]
+        if paths and not self.is_local:
+            self._request(lambda api, client: api.delete(client, paths))
+
     def _put(self, content: bytes | Path, write: Callable[[Path], object]) -> None:
         if self.is_local:
             self._local(lambda path: path.parent.mkdir(parents=True, exist_ok=True))
@@ -229,23 +240,33 @@ class Location:
         lasting = (api.exceptions.NotSupportedError, api.exceptions.InvalidPathError)
         scheme, started = self.store.partition("://")[0], time.monotonic()
         for attempt in range(ATTEMPTS):
+            wait_s = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
             try:
-                return action(api, client)
+                found = action(api, client)
+                answered.add(self.store)
+                return found
             except FileNotFoundError:
+                answered.add(self.store)
                 raise MissingObject(f"There is no {self}. Check the name, and the region of a bucket.") from None
             except api.exceptions.PreconditionError:
                 raise DatasetError(f"{self} has changed while it was read. Start again.") from None
             except (*refusals, *lasting, api.exceptions.BaseError, OSError) as error:
                 why = _reason(error)
+                answered.update(() if _UNREACHED in why else (self.store,))
                 if isinstance(error, refusals) or _METADATA_SERVER in why:
                     fix = _CREDENTIALS.get(scheme, _CREDENTIALS["https"])
                     raise DatasetError(f"The store refuses access to {self}.\n{fix}") from None
                 if isinstance(error, lasting) or attempt == ATTEMPTS - 1 or (stop and stop.is_set()):
                     tried = "" if isinstance(error, lasting) else f" after {attempt + 1} attempts"
                     raise DatasetError(f"The store does not deliver {self}{tried}: {why}") from None
+                is_known = self.store in answered or multiprocessing.parent_process() is not None
+                is_late = time.monotonic() - started + wait_s > FIRST_CONTACT_S
+                if _UNREACHED in why and is_late and not is_known:
+                    fix = "Check its name and the network" + (", and AWS_ENDPOINT_URL" if scheme == "s3" else "")
+                    raise DatasetError(f"The store of {self} cannot be reached: {why}.\n{fix}.") from None
                 level = logging.WARNING if time.monotonic() - started > PATIENCE_S else logging.DEBUG
                 _log.log(level, "%s: %s; attempt %d of %d failed", self, why, attempt + 1, ATTEMPTS)
-            time.sleep(min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S))
+            time.sleep(wait_s)
         raise AssertionError("the last attempt returns or raises")
 
 
@@ -282,10 +303,6 @@ def _reason(error: Exception) -> str:
     """Return the first line of an error, without what a URL may hide."""
     line = (str(error).splitlines() or [""])[0]
     return re.sub(r"\?[^\s,;)]+", "?…", re.sub(r"://[^/\s@]*@", "://…@", line))
-
-
-def _refuse_folder(error: OSError) -> None:
-    raise DatasetError(f"{error.filename} cannot be read: {error.strerror}")
 
 
 def _read_local(path: Path, start: int, length: int | None) -> bytes:

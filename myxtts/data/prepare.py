@@ -51,7 +51,7 @@ from myxtts.data.corpus import (
     Corpus,
     Flags,
     SetAside,
-    choose_held_out,
+    choose_in_shards,
     held_out,
     labelled,
     read_corpus,
@@ -84,7 +84,7 @@ from myxtts.data.store import (
     user_cache,
     write_at,
 )
-from myxtts.errors import NO_PROGRESS, DatasetError, Progress
+from myxtts.errors import NO_PROGRESS, DatasetError, Progress, progress_bar
 from myxtts.host import usable_cores
 from myxtts.text.language import detect_languages, language_fingerprint, warn_of_other_script
 from myxtts.text.normalize import normalize_fingerprint, phonemes_fingerprint
@@ -341,8 +341,7 @@ class _ShardedPart(_AnyPart):
         )
 
     def held_out(self) -> Flags:
-        index = self._index("held_out", "draw")
-        return choose_held_out(index["held_out"] != 0, lambda: index["draw"], self.data)
+        return choose_in_shards(self._index("held_out", "draw", "shard", "speaker", "language"), self.data)
 
     def _index(self, *names: str) -> dict[str, Array]:
         """Return columns of the usable clips; they stay mapped if all are usable."""
@@ -356,14 +355,11 @@ class _ShardedPart(_AnyPart):
         shards, progress = self.corpus.shards, self.tools.progress
         _log.info("BUILDING TOKEN CACHE for another vocabulary than the corpus' own, in %s", self.root)
         make = partial(_write_ids, self.corpus.location, self.root, tokenizer.to_json())
-        progress.begin("Tokenising", sum(shard["clips"] for shard in shards))
-        try:
+        with progress_bar(progress, "Tokenising", sum(shard["clips"] for shard in shards)) as advance:
             for chunk, done in self.tools.pool.run(make, [[shard["name"]] for shard in shards]):
                 if done is None:
                     raise DatasetError(f"Tokenising shard {chunk[0]} kills the process")
-                progress.advance(done)
-        finally:
-            progress.end()
+                advance(done)
         folder = Location(str(self.root)) / ids_folder(tokenizer)
         made = [package for shard in shards if (package := Package.find(folder / shard["name"]))]
         join_ids(made, folder / f"index-{self.corpus.key}")
@@ -617,8 +613,7 @@ def _build_rows(
     pool, progress = tools.pool, tools.progress
     pool.reserved.value = writer.end
     chunks = (jobs[start : start + chunk_size] for start in range(0, len(jobs), chunk_size))
-    progress.begin(title, len(jobs))
-    try:
+    with progress_bar(progress, title, len(jobs)) as advance:
         for chunk, built in pool.run(partial(_write_chunk, writer.data_path, make), chunks):
             if built is None:
                 set_aside = [(chunk[0][0], f"crashed the {program}", "processing it alone kills the process")]
@@ -626,9 +621,7 @@ def _build_rows(
                 rows, records, offset, set_aside = built
                 writer.add_to_index(rows, records, offset)
             writer.set_aside += set_aside
-            progress.advance(len(chunk))
-    finally:
-        progress.end()
+            advance(len(chunk))
     writer.end = pool.reserved.value
 
 

@@ -54,6 +54,7 @@ from myxtts.data.store import (
     OpenFile,
     PackedRows,
     Rows,
+    checked_json,
     hash64,
     mark_damaged,
     meta_hash,
@@ -140,6 +141,13 @@ class Package:
             location, {name: (size, digest) for name, (size, digest) in body["files"].items()}, body["facts"]
         )
 
+    @classmethod
+    def require(cls, location: Location) -> Package:
+        """Return the package at a location; raise if there is none."""
+        if (found := cls.find(location)) is None:
+            raise CacheDamaged(_damaged(location / "meta.json"))
+        return found
+
     def wanted(self, name: str) -> Wanted:
         return (self.location / name, *self.files[name])
 
@@ -178,10 +186,6 @@ def read_checked(location: Location) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         pass
     raise CacheDamaged(_damaged(location))
-
-
-def checked_json(body: Mapping[str, object]) -> bytes:
-    return json.dumps({"hash": meta_hash(body), "body": body}).encode()
 
 
 def file_checksum(path: Path) -> tuple[int, str]:
@@ -239,7 +243,7 @@ def commit(folder: Path, target: Location, facts: Mapping[str, object]) -> Packa
     files = {name: file_checksum(folder / name) for name in names}
     (folder / "meta.json").write_bytes(checked_json({"files": files, "facts": dict(facts)}))
     if not target.is_local:
-        if not (target / "meta.json").exists():
+        if Package.find(target) is None:
             for name in (*names, "meta.json"):
                 (target / name).upload(folder / name)
     else:
@@ -400,9 +404,7 @@ def write_ids(shard: Location, target: Location, tokenizer: Tokenizer) -> Packag
     """Make and commit the ids of a shard; a clip without usable ids has none."""
     if (known := Package.find(target)) is not None:
         return known
-    package = Package.find(shard)
-    if package is None:
-        raise CacheDamaged(_damaged(shard / "meta.json"))
+    package = Package.require(shard)
     lines = read_lines(package)
     languages = package.columns(CLIP_COLUMNS)["language"].tolist()
     set_aside: list[SetAside] = []
@@ -506,9 +508,10 @@ class Shards(PackedRows):
             file = OpenFile(self.cache.open(*self.files[shard]))
         except OSError as error:
             location = self.files[shard][0]
+            what = f"{location} cannot be read: {error.strerror or error}."
             if isinstance(error, FileNotFoundError):
                 mark_damaged(Path(location.parent.path))
-            what = f"{location} cannot be read: {error.strerror or error}."
+                what += " If it was pruned (prepare --prune), start again."
             raise CacheDamaged(f"{what}\n{_how_to_repair(location)}") from None
         with self._lock:
             self._open[shard] = file
@@ -623,7 +626,7 @@ class ShardedCorpus:
             raise DatasetError(f"{location} is no sharded corpus: it has no corpus.json.\n{advice}")
         self.key, self.params = str(body["index"]), body["params"]
         self.shards: list[dict[str, Any]] = body["shards"]
-        self._index = self._find_index()
+        self._index = Package.require(location / f"index-{self.key}")
         self.index = self._index.columns(CLIP_COLUMNS, cache)
         self.speakers: list[str] = json.loads(self._index.read("speakers.json"))
         self.starts: Rows = np.cumsum([0, *(shard["clips"] for shard in self.shards)])[:-1]
@@ -676,10 +679,7 @@ class ShardedCorpus:
 
     def package(self, shard: int) -> Package:
         """A shard itself, for its texts."""
-        found = Package.find(self.location / "shards" / self.shards[shard]["name"])
-        if found is None:
-            raise CacheDamaged(_damaged(self.location / "shards" / self.shards[shard]["name"] / "meta.json"))
-        return found
+        return Package.require(self.location / "shards" / self.shards[shard]["name"])
 
     def names(self, rows: Rows, start: str) -> ShardNames:
         return ShardNames(self.index, self.starts, self.package, rows, start)
@@ -696,9 +696,3 @@ class ShardedCorpus:
                 self.audio.ahead = [list(files) for files in zip(wanted, self.audio.files, strict=True)]
                 return rows, joined.set_aside()
         return None
-
-    def _find_index(self) -> Package:
-        folder = self.location / f"index-{self.key}"
-        if (found := Package.find(folder)) is None:
-            raise CacheDamaged(_damaged(folder / "meta.json"))
-        return found

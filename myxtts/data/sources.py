@@ -54,7 +54,7 @@ HELD_OUT = re.compile(r"(^|/)(validation|valid|val|dev|eval|test)([^a-z/][^/]*)?
 SLICE_CLIPS, SLICE_BYTES, ROWS_PER_READ = 512, 256 << 20, 32
 """Clips of a slice of a manifest or a folder on average; bytes of row groups in a unit; rows read at once."""
 MAX_AUDIO_BYTES, MAX_TEXT_BYTES = 1 << 30, 1 << 20  # of one member of an archive, one row, one line
-BYTES_PER_SECOND = 32_000  # assumed where only the length of a recording is known
+BYTES_PER_SECOND, BYTES_PER_CLIP = 32_000, 211_200  # assumed where only the length is known, or not even that
 MAX_FILES = 1_000_000  # that a pattern in braces may name
 
 Item = TypeVar("Item")
@@ -430,6 +430,7 @@ def _manifest_units(root: Location, manifest: Entry) -> list[Unit]:
         packed = zlib.compress(b"\n".join(line.text for line in chosen), 1)
         stats = [_stat(folder, audio) for line in chosen for audio in line.audio]
         num_bytes = int(sum(line.seconds for line in chosen) * BYTES_PER_SECOND) or sum(size for size, _ in stats)
+        num_bytes = num_bytes or BYTES_PER_CLIP * len(chosen)
         read = partial(_read_lines, folder, packed, [line.where for line in chosen])
         place = () if folder.is_local else (folder,)  # sizes and times of remote audio are not known
         units.append(_Unit(name, _key(packed, *stats, *place), num_bytes, read))
@@ -491,7 +492,8 @@ def _described(line: bytes, where: str) -> Iterator[_Row | SetAside]:
             raise ValueError(f"no audio in the fields {', '.join(fields)}"[:200])
         if not any(name in fields for name in FIELDS["text"]):
             raise ValueError(f"no text in the fields {', '.join(fields)}"[:200])
-        start, duration = (_seconds(_value(fields, name)) for name in ("start", "duration"))
+        times = [_value(fields, name) for name in ("start", "duration")]
+        start, duration = (float(given) if given else None for given in times)
         place, _, query = audio.partition("?") if "://" in audio else (audio, "", "")
         path = "/".join(part for part in without_secrets(place).split("/") if part not in ("", ".", ".."))
         own = (f"-{hash64(query):016x}" if query else "") + (f"@{start:g}" if start else "")
@@ -532,10 +534,6 @@ def _value(fields: Mapping[str, Any], meaning: str) -> str:
     return next(
         (str(value) for value in values if isinstance(value, str | int | float) and str(value).strip()), ""
     )
-
-
-def _seconds(text: str) -> float | None:
-    return float(text) if text else None
 
 
 def _read_lines(folder: Location, packed: bytes, places: Sequence[str]) -> Iterator[Found]:

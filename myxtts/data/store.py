@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import IO, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -67,20 +67,36 @@ class Pieces(NamedTuple):
         return cls(np.arange(len(lengths)), np.zeros_like(lengths), lengths)
 
 
-class PackedRows(ABC):
-    """Rows in one or several open files, with their places and checksums; any thread may read.
+class RowReader(ABC):
+    """Rows of different lengths, each with a checksum: those of a store, or of what stands for one."""
+
+    lengths: Rows
+    hashes: Sources
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @abstractmethod
+    def __getitem__(self, row: int) -> Array: ...
+    @abstractmethod
+    def gather(self, rows: Rows, out: Array, pieces: Pieces | None = None) -> None:
+        """Copy row `rows[i]` to the start of `out[i]`, or a piece of it; the rest of `out[i]` is left as it is."""
+
+    def gather_padded(self, rows: Rows, out: Array) -> None:
+        """Copy row `rows[i]` to the start of `out[i]`, with zeros after it."""
+        self.gather(rows, out)
+        np.copyto(out, 0, where=np.arange(out.shape[1]) >= self.lengths[rows, None])
+
+
+class PackedRows(RowReader):
+    """Rows in one or several open files, with their places; any thread may read.
 
     Rows are copied with plain reads: if a mapped file were truncated, touching it would kill the process.
     """
 
     dtype: np.dtype[Any]
-    lengths: Rows
-    hashes: Sources
     _offsets: Rows
     _verified: npt.NDArray[np.bool_]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def __getitem__(self, row: int) -> Array:
         found: Array = np.empty(self.lengths[row], self.dtype)
@@ -89,7 +105,6 @@ class PackedRows(ABC):
         return found
 
     def gather(self, rows: Rows, out: Array, pieces: Pieces | None = None) -> None:
-        """Copy row `rows[i]` to the start of `out[i]`, or a piece of it; the rest of `out[i]` is left as it is."""
         if out.dtype != self.dtype or not out.flags.c_contiguous:
             raise ValueError(f"rows of {self.dtype} cannot be read into {out.dtype}, or not in one piece")
         slots, starts, lengths = pieces or Pieces.whole(self.lengths[rows])
@@ -104,11 +119,6 @@ class PackedRows(ABC):
                 is_known = self.is_intact(row)
             if not self._is_read(row, offset, view[begin:end], is_known):
                 self._recover(row, offset, view[begin:end])
-
-    def gather_padded(self, rows: Rows, out: Array) -> None:
-        """Copy row `rows[i]` to the start of `out[i]`, with zeros after it."""
-        self.gather(rows, out)
-        np.copyto(out, 0, where=np.arange(out.shape[1]) >= self.lengths[rows, None])
 
     def is_intact(self, row: int) -> bool:
         out = bytearray(int(self.lengths[row]) * self.dtype.itemsize)
@@ -195,21 +205,10 @@ class Store(PackedRows):
         raise CacheDamaged(f"{found}\n{advice}")
 
 
-class RowReader(Protocol):
-    """What reads rows: a store, or what stands for one."""
-
-    lengths: Rows
-    hashes: Sources
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, row: int) -> Array: ...
-    def gather(self, rows: Rows, out: Array, pieces: Pieces | None = None) -> None: ...
-
-
 Reader = TypeVar("Reader", bound=RowReader)
 
 
-class Joined(Generic[Reader]):
+class Joined(RowReader, Generic[Reader]):
     """The rows of several stores, one store after another."""
 
     def __init__(self, parts: Sequence[Reader]) -> None:
@@ -219,26 +218,17 @@ class Joined(Generic[Reader]):
         self.starts: Rows = np.cumsum([0, *map(len, parts)])[:-1]
         """The first row of each store."""
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     def __getitem__(self, row: int) -> Array:
         part = int(np.searchsorted(self.starts, row, side="right")) - 1
         return self.parts[part][row - int(self.starts[part])]
 
     def gather(self, rows: Rows, out: Array, pieces: Pieces | None = None) -> None:
-        """The same as `Store.gather`."""
         pieces = pieces or Pieces.whole(self.lengths[rows])
         of_part = np.searchsorted(self.starts, rows, side="right") - 1
         for number in np.unique(of_part).tolist():
             own = of_part == number
             chosen = Pieces(*(values[own] for values in pieces))
             self.parts[number].gather(rows[own] - self.starts[number], out, chosen)
-
-    def gather_padded(self, rows: Rows, out: Array) -> None:
-        """The same as `Store.gather_padded`."""
-        self.gather(rows, out)
-        np.copyto(out, 0, where=np.arange(out.shape[1]) >= self.lengths[rows, None])
 
     @property
     def num_shards(self) -> int:
@@ -306,8 +296,7 @@ class StoreWriter:
             "params": dict(params),
             "filters": dict(filters or {}),
         }
-        text = json.dumps({"hash": meta_hash(body), "body": body})
-        (self.folder / "meta.json").write_text(text, encoding="utf-8")
+        (self.folder / "meta.json").write_bytes(checked_json(body))
         for path in (self.data_path, self.folder / "index.npy", self.folder / "meta.json", self.folder):
             sync_path(path)
 
@@ -352,6 +341,15 @@ def _bytes(array: Array) -> memoryview:
 def meta_hash(body: Mapping[str, object]) -> str:
     """Return the checksum of the body of a JSON file, which stands next to it."""
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def checked_json(body: Mapping[str, object]) -> bytes:
+    return json.dumps({"hash": meta_hash(body), "body": body}).encode()
+
+
+def refuse_folder(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # it is gone meanwhile
+        raise DatasetError(f"{error.filename} cannot be read: {error.strerror}")
 
 
 def mark_damaged(folder: Path) -> None:
@@ -415,9 +413,7 @@ def build_store(
                 if missing:
                     build(writer, missing)
                 writer.finish(spec.params, spec.filters)
-                if (
-                    folder.exists()
-                ):  # damaged or out of date; processes that have it open go on reading the old files
+                if folder.exists():  # damaged or out of date; who has it open goes on reading the old files
                     aside = root / f"{temporary.name}-old"
                     folder.rename(aside)
                     shutil.rmtree(aside, ignore_errors=True)
@@ -481,14 +477,20 @@ def by_last_use(root: Path, kind: str) -> list[Path]:
     return sorted(root.glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
+def is_locked_alone(file: IO[bytes]) -> bool:
+    """Lock a file, unless another process holds a lock of it; True if this process alone now does."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 @contextlib.contextmanager
 def only_process(root: Path, name: str, waiting: str = "") -> Iterator[None]:
     """Hold the lock file `name` below `root`, after logging `waiting` with `root` if another process holds it."""
     root.mkdir(parents=True, exist_ok=True)
     with open(root / name, "ab") as lock:  # the kernel releases the lock if the process dies
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not is_locked_alone(lock):
             if waiting:
                 _log.info(waiting, root)
             fcntl.flock(lock, fcntl.LOCK_EX)

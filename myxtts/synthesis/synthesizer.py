@@ -25,10 +25,10 @@ from myxtts import config
 from myxtts.audio import Wave, write
 from myxtts.checkpoints import UnreadableWeights
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE, DataSettings, TrainingSettings, mel_frames
-from myxtts.data.clips import ClipSet
+from myxtts.data.clips import ClipSet, LazyNames
 from myxtts.data.prepare import read_training
 from myxtts.devices import device_named, release_memory
-from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress, progress_bar
+from myxtts.errors import NO_PROGRESS, ConfigError, MyXTTSError, PipelineError, Progress, progress_bar
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
@@ -651,7 +651,7 @@ def provenance(run: RunDir) -> Provenance:
     )
 
 
-SAMPLE_FILE = "sample.wav"
+SAMPLE_FILE, REFERENCE_FILE = "sample.wav", "reference.wav"
 SAMPLE_SEED = 0
 _ENOUGH_SECONDS = 3.0  # a recording of this length is enough for a voice
 
@@ -664,14 +664,18 @@ class Example(NamedTuple):
     language: str
 
 
-def example(data: DataSettings, clips: ClipSet) -> Example | None:
-    """The first clip in the main language that is long enough for a voice, or the longest; None if it is gone."""
+def example(data: DataSettings, clips: ClipSet, folder: Path) -> Example | None:
+    """The first clip in the main language long enough for a voice, or the longest; of a shard, put in `folder`."""
     main_language = np.bincount(clips.languages).argmax()
     seconds = np.where(clips.languages == main_language, clips.num_samples / SAMPLE_RATE, 0.0)
     chosen = int(np.argmax(np.minimum(seconds, _ENOUGH_SECONDS)))
     try:
-        corpora, name = read_training(data), clips.names[chosen]
-    except (DatasetError, OSError):
+        name, names = clips.names[chosen], clips.names
+        if isinstance(names, LazyNames) and (text := names.text(chosen)):
+            save_wave(folder / REFERENCE_FILE, clips.wave(chosen), SAMPLE_RATE)
+            return Example(folder / REFERENCE_FILE, text, LANGUAGES[main_language])
+        corpora = read_training(data)
+    except (MyXTTSError, OSError):
         return None
     found = [(corpus, clip) for corpus in corpora for clip in corpus.clips if clip.id == name]
     said = [(corpus.folder / clip.path, clip.text) for corpus, clip in found[:1]]

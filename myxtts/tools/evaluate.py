@@ -92,7 +92,12 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
     if not (settings_file := folder / "settings.yaml").is_file():
         raise ConfigError(f"{settings_file} is missing; it says what the run was trained on")
     data = replace(load(settings_file, {}).settings.data, tokenizer=run.vocabulary_file)
-    sentences = held_out_sentences(prepare(data, progress), data, options.num_sentences, options.language)
+    prepared, notes = prepare(data, progress), run.newest_notes()
+    trained_on = {saved.state["notes"]["identity"]["training clips"] for saved in notes.values()}
+    if trained_on - {now := len(prepared.train)}:
+        found = f"The run trained on {max(trained_on)} clips, and {now} are not held out now"
+        _log.warning("%s: it may have been trained on some that are", found)
+    sentences = held_out_sentences(prepared, data, options.num_sentences, options.language)
     work_on(device := device_named(options.device))
     synthesizer = load_synthesizer(folder, vocoder=options.vocoder, device=device, best_gpt=options.best_gpt)
     sampling, vocoder = override_sampling(synthesizer.sampling, options), synthesizer.vocoder.name
@@ -103,7 +108,7 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
     _reconstruct(run, out, work, vocoder, options.best_gpt, device, progress)
     about = {
         "run": folder.resolve().name,
-        "steps": {stage: notes.step for stage, notes in run.newest_notes().items()},
+        "steps": {stage: saved.step for stage, saved in notes.items()},
         "best_gpt": options.best_gpt,
         "vocoder": vocoder,
         "seed": options.seed,
