@@ -200,7 +200,8 @@ def judge(options: argparse.Namespace) -> None:
     wanted = {RECORDING, *lasts.values(), *(ours if options.all else picks.values())}
     test = judged(out, TEST, [item for item in items if item["part"] == TEST and item["label"] in wanted])
     show("Test sentences", test, about)
-    pairs = {(lasts[ARMS[0]], lasts[ARMS[-1]])} | {(label, picks["loss"]) for label in picks.values()}
+    pairs = {(label, picks["loss"]) for label in picks.values()}
+    pairs |= {(lasts[ARMS[0]], lasts[arm]) for arm in ARMS[1:] if arm in lasts}
     for ours_label, against in sorted(pair for pair in pairs if pair[0] != pair[1]):
         for name in ("wer", "similarity", "mos"):
             console.print(f"{ours_label} against {against}, {name}: {difference(test, ours_label, against, name)}")
