@@ -155,6 +155,7 @@ class Slots:
         self._prefixes: _CapturedPrefixes | None = None
         self._begins: CudaGraph[None] | None = None
         self._is_cleared = True  # since the last prefixes: the next ones must not overtake it
+        self._moved = Event(device)  # the last move of a row: who reads on another stream must not overtake it
         width = BEGIN + len(OPTIONS) + columns
         self._given = torch.zeros(GPU_BEGINS, width, device=device)  # of sentences that begin
         for row in range(rows):
@@ -297,6 +298,7 @@ class Slots:
         """Some of the codes that were read of a sentence; an error if its latents are not finite."""
         if running.is_damaged:
             raise PipelineError(DAMAGED)
+        Stream.current(self._device).wait(self._moved)
         return Generated(
             torch.tensor(running.codes[start:end], dtype=torch.long),
             self._latents[running.rows[0], start:end].clone(),
@@ -412,6 +414,7 @@ class Slots:
         running.rows[running.rows.index(source)] = target
         self._of_row[target], self._of_row[source] = running, None
         self._clear(source, running)
+        Stream.current(self._device).record(self._moved)
 
     # Sizes of steps, of which each is captured once
 
