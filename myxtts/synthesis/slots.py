@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from myxtts.config import CONDITIONING_TOKENS
-from myxtts.devices import WARM_UPS, CudaGraph, Event, Stream
+from myxtts.devices import WARM_UPS, CudaGraph, Event, Stream, send
 from myxtts.errors import PipelineError
 from myxtts.model.blocks import InOutLinear
 from myxtts.model.gpt import GPT
@@ -235,7 +235,7 @@ class Slots:
             here = np.zeros(self._given.shape, np.float32)
             for place, row_numbers in zip(here, rows[at : at + GPU_BEGINS] + rows[-1:] * GPU_BEGINS, strict=False):
                 place[: len(row_numbers)] = row_numbers
-            _send(self._given, torch.from_numpy(here))
+            send(self._given, torch.from_numpy(here))
             if self._stream is None:
                 self._begin()
                 continue
@@ -378,7 +378,7 @@ class Slots:
             pairs[running.rows[-1]][0] = running.rows[0]
             pairs[running.rows[0]][1] = running.rows[-1]
         if pairs != self._pairs_sent:
-            _send(self._pairs, torch.tensor(pairs))
+            send(self._pairs, torch.tensor(pairs))
             self._pairs_sent = pairs
 
     @torch.inference_mode()
@@ -530,7 +530,7 @@ class _CapturedPrefixes:
             for at in range(0, len(first), PREFIXES[-1]):
                 some = first[at : at + PREFIXES[-1]]
                 self._send(some)
-                _send(self._voices[: len(some)], torch.cat([part.voice for part in some]))
+                send(self._voices[: len(some)], torch.cat([part.voice for part in some]))
                 self._begins[next(count for count in PREFIXES if count >= len(some))].replay()
             for part in parts:
                 if part.first:
@@ -551,18 +551,13 @@ class _CapturedPrefixes:
             slots, tokens, of_text = (row[at : at + len(places)] for at in (1, 1 + size, 1 + 2 * size))
             slots[:], tokens[:] = places, ids[part.first : part.end]
             of_text[:] = (places - CONDITIONING_TOKENS).clip(0)
-        _send(self._numbers, torch.from_numpy(numbers))
+        send(self._numbers, torch.from_numpy(numbers))
 
     def wait(self) -> None:
         """Let the current stream wait for what was launched."""
         passed = Event(self._device)
         self._stream.record(passed)
         Stream.current(self._device).wait(passed)
-
-
-def _send(there: Tensor, here: Tensor) -> None:
-    """Copy a tensor of the host; the host does not wait."""
-    there.copy_(here.pin_memory() if there.is_cuda and not here.is_cuda else here, non_blocking=True)
 
 
 def _up_to(counts: tuple[int, ...], most: int) -> Iterator[int]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
-from myxtts.devices import CAPTURING, CudaGraph, Event, Stream
+from myxtts.devices import CAPTURING, CudaGraph, Event, Stream, send
 from myxtts.model.dvae import FRAMES_PER_CODE
 from myxtts.model.flow import NOISE_FRAMES, REACH, STEPS, TARGET_MEAN, TARGET_SCALE, noise_of, normalised
 from myxtts.model.vocoder import (
@@ -326,8 +326,8 @@ class _Program:
                 row[there] = np.arange(num_latents, num_latents + end - start)
                 latents.append(part.latents[start - at : end - at])
                 num_latents += end - start
-        self._send(self._numbers[: len(given)], torch.from_numpy(numbers))
-        self._send(self._speaker[: len(given)], torch.from_numpy(speakers))
+        send(self._numbers[: len(given)], torch.from_numpy(numbers))
+        send(self._speaker[: len(given)], torch.from_numpy(speakers))
         places = self._numbers[: len(given), self._num_codes : 2 * self._num_codes].flatten()
         torch.index_select(torch.cat(latents).float(), 0, places, out=self._latents[: len(places)])
         return (self.graph.replay() if self.graph else self._compute())[: len(given)]
@@ -338,9 +338,6 @@ class _Program:
         speed, offset = stream.factors[0], excerpt.start - starts[-1]
         starts[0] = first * (FRAMES_PER_CODE if self._windows.codec is not None else 1)
         return [plan.num_codes - first, *speed.as_integer_ratio(), offset, *starts, *lengths]
-
-    def _send(self, there: Tensor, here: Tensor) -> None:
-        there.copy_(here.pin_memory() if there.is_cuda else here, non_blocking=True)
 
     def _compute(self) -> Tensor:
         """Waves of what is in the memory. Needs nothing from the host, so it can be captured."""
