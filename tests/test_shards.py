@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -271,6 +272,32 @@ def test_what_a_corpus_no_longer_names_is_pruned_when_nobody_else_adds(
     assert not [name for name in left if name.startswith("preparing")]
     assert len([reader.audio[row] for row in reader.audio_rows.tolist()]) == 4
     assert unnamed(prune=True) == 0 and files() == left
+
+
+def test_a_corpus_on_nfs_is_locked(clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There `flock` needs a file that may be read to share it, and one that may be written to have it alone."""
+    lock = jobs.fcntl.flock
+
+    def lock_on_nfs(file: Any, how: int) -> None:
+        if isinstance(file, int) or how & jobs.fcntl.LOCK_UN:
+            lock(file, how)
+        elif not (file.readable() if how & jobs.fcntl.LOCK_SH else file.writable()):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        else:
+            lock(file, how)
+
+    monkeypatch.setattr(jobs.fcntl, "flock", lock_on_nfs)
+    assert shard(clips(4), tmp_path / "out", replace(SMALL_SHARDS, prune=True)).made
+
+
+def test_only_packages_are_pruned(clips: Clips, tmp_path: Path) -> None:
+    out, names = tmp_path / "out", [f"{kind}{'0' * 20}" for kind in ("shards/", "index-", "")]
+    shard(clips(4), out)
+    for name in names:
+        (out / name).mkdir()
+        (out / name / "notes.txt").write_text("mine")
+    assert shard(clips(4), out, replace(SMALL_SHARDS, prune=True)).unnamed == 0
+    assert [(out / name).exists() for name in names] == [False, False, True]
 
 
 def test_what_a_folder_is_decides_what_can_be_done_with_it(tmp_path: Path) -> None:
