@@ -274,6 +274,25 @@ def test_what_a_corpus_no_longer_names_is_pruned_when_nobody_else_adds(
     assert unnamed(prune=True) == 0 and files() == left
 
 
+def test_prepare_says_what_it_could_delete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, out = write_corpus(tmp_path / "a", SENTENCES[:3]), tmp_path / "out"
+
+    def said(*flags: str) -> str:
+        assert main(["prepare", "--train-data", str(folder), "--out", str(out), *flags]) == 0
+        return "".join(capsys.readouterr())
+
+    assert "--prune" not in said()
+    sf.write(folder / "wavs" / "clip001.wav", make_voice(1.7, seed=99), 22050, subtype="PCM_16")
+    assert re.search(
+        r"does not name [\d.]+ MB: --prune deletes them\nRuns that began earlier may read them", said()
+    )
+    with jobs._held(Location(str(out))):
+        assert "--prune" not in said("--prune") and "Nothing is deleted" in caplog.text
+    assert "--prune" not in said("--prune")
+
+
 def test_a_corpus_on_nfs_is_locked(clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There `flock` needs a file that may be read to share it, and one that may be written to have it alone."""
     lock = jobs.fcntl.flock
