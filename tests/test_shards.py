@@ -142,6 +142,14 @@ def test_a_sentence_is_on_one_side_of_a_corpus_of_many_shards() -> None:
     assert not np.isin(index["draw"][chosen], index["draw"][~chosen]).any()
 
 
+def test_a_shard_more_leaves_nearly_all_clips_on_their_side() -> None:
+    """A model that goes on from one of the smaller corpus has trained on what was not held out there."""
+    index, data = index_of(101), settings(Path())
+    before = choose_in_shards({name: column[:-200] for name, column in index.items()}, data)
+    after = choose_in_shards(index, data)[:-200]
+    assert (after & ~before).sum() < 0.15 * after.sum()
+
+
 def test_few_shards_hold_out_what_they_did() -> None:
     index, data = index_of(16), settings(Path())
     before = choose_held_out(index["held_out"] != 0, lambda: index["draw"], data)
