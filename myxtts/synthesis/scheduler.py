@@ -46,7 +46,7 @@ GPU_FIRST_CODES = 6
 """Of the first piece on a GPU, after those of which nothing can be heard yet: the next piece is made long before
 this one was played."""
 GPU_GROWTH = 2  # pieces after the second are so much longer on a GPU: their context costs less, and none is urgent
-SAFE_S = 1.0  # with so much, those of whom nothing more is generated go first: their clients may ask for more
+SAFE_S = 1.0  # of those with a longer lead, jobs whose codes are complete go first: their clients may ask for more
 LEAD_S = 5.0  # a listener who has so much more than was played lets others go first
 SENTENCES_AHEAD = 2  # of a job, generated before the sound of those before them is made
 GPU_PIECES, GPU_BATCHES = 16, 2  # pieces that become sound together, and batches that are under way

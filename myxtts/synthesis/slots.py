@@ -462,7 +462,7 @@ class Slots:
             self._capture(size)
         self._prefixes = _CapturedPrefixes(self._decoding)
         self._begins = CudaGraph(self._begin, self._stream)
-        self._clear(0)  # which has begun by that
+        self._clear(0)  # the capture has let it begin
         self._is_captured = True
 
     def _rows_up_to(self, counts: tuple[int, ...]) -> Iterator[int]:

@@ -53,7 +53,7 @@ GPU_WINDOWS: dict[int, tuple[int, ...]] = dict.fromkeys((208, 128, 64), (1, 2, 4
 """Windows by their frames, and how many of them are computed together. A piece of 40 codes with its context takes
 one of 208 frames, a piece of 20 one of 128, a first piece of 10 one of 64. With other lengths a GPU would have to
 plan the convolutions again."""
-SPARE_FRAMES = 300  # that nobody needs take less time than one more run
+SPARE_FRAMES = 300  # computed in vain: they take less time than one more run
 PLANS_TRIED = 4  # of a convolution when it is captured
 TO_FRAMES, TO_OUTPUT = Fraction(SAMPLES_PER_CODE, HOP_SAMPLES), Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE)
 TOLERANCE = 0.05  # of fused kernels, of the loudest sample: they round less often
@@ -460,8 +460,9 @@ class FusedGenerator:
             error = float((found - expected).abs().max() / expected.abs().max())
             if not error < TOLERANCE:
                 raise ValueError(f"an error of {error}")
-        except Exception:
-            _log.debug("The vocoder runs without fused kernels", exc_info=True)
+        except Exception as error:
+            _log.info("The vocoder runs without fused kernels, which is slower: %s", error)
+            _log.debug("The reason in full", exc_info=True)
             return None
         return made
 
