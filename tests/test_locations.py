@@ -156,6 +156,26 @@ def test_a_store_that_never_answered_is_given_up_sooner(
         place.read()
 
 
+def test_files_are_deleted_where_a_store_refuses_those_that_are_gone(
+    s3: LoopbackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Google's: after an attempt whose answer was lost, the next one finds less."""
+    obstore = pytest.importorskip("obstore")
+    real, folder = obstore.delete, Location.parse("s3://bucket/a")
+
+    def delete(client: object, paths: list[str]) -> None:
+        for path in paths:
+            if f"bucket/{path}" not in s3.objects:
+                raise FileNotFoundError(path)
+            real(client, [path])
+
+    monkeypatch.setattr(obstore, "delete", delete)
+    s3.objects.update({f"bucket/a/{name}": CONTENT for name in ("two", "three", "kept")})
+    folder.delete(["one", "two", "none", "three"])
+    assert set(s3.objects) == {"bucket/a/kept"}
+    folder.delete(["one"])
+
+
 def test_an_object_that_changes_while_it_is_read(s3: LoopbackStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locations, "CHUNK_BYTES", 1000)
     s3.objects["bucket/a"] = CONTENT
