@@ -26,6 +26,7 @@ Wave = npt.NDArray[np.float32]
 EXTENSIONS = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 DECODE_VERSION = 2
 """Part of every audio cache key: raise it if a file would decode to other samples, be rejected, or be accepted."""
+ROUNDED_S = 0.05  # a manifest may name so much more than a file has: durations are rounded there
 OPUS_RATE = 24_000  # Opus knows few rates
 SILENCE = 100  # loudest sample of a silent recording, of 32768
 
@@ -73,7 +74,10 @@ def decode(
             problem = DAMAGED
             rate, frames, limit = file.samplerate, file.frames, math.floor(max_seconds * file.samplerate)
             first = min(round(start * rate), frames)
-            expected = frames - first if duration is None else round(duration * rate)
+            left = frames - first
+            expected = left if duration is None else round(duration * rate)
+            if 0 < left < expected <= left + ROUNDED_S * rate:
+                expected = left
             if first:
                 file.seek(first)
             already_right = rate == sample_rate and file.channels == 1 and file.subtype == "PCM_16"

@@ -518,8 +518,9 @@ def _prepare_sharded(options: argparse.Namespace, data: DataSettings) -> DataSet
     jobs = JobOptions(options.on, share, options.shard_mb, options.prune)
     done = prepare_sharded(data, options.out, jobs, start.get("training.init_from"), ProgressLines())
     _say(f"{done.made} shards made, {done.kept} were there")
-    if done.unnamed:
-        _say(f"{done.unnamed / 1e6:,.1f} MB are of use to earlier runs only: --prune deletes them")
+    if done.unnamed and not options.prune:
+        _say(f"The corpus does not name {done.unnamed / 1e6:,.1f} MB: --prune deletes them")
+        _say("Runs that began earlier may read them, or they are shares that are not joined yet")
     if done.waiting:
         _say(f"{done.waiting} are made by other processes; the last one finishes the corpus")
         return None

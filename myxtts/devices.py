@@ -481,6 +481,11 @@ class Stream:
             self.handle.synchronize()
 
 
+def send(there: torch.Tensor, here: torch.Tensor) -> None:
+    """Copy a tensor of the host; the host does not wait."""
+    there.copy_(here.pin_memory() if there.is_cuda and not here.is_cuda else here, non_blocking=True)
+
+
 class CudaGraph(Generic[Result]):
     """Work captured as a CUDA graph. The random number generator is restored after warm-up and capture.
 

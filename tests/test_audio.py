@@ -114,6 +114,19 @@ def test_a_piece_that_ends_after_its_file_names_both_lengths(tmp_path: Path, kin
         assert float(end.removesuffix(" s")) == pytest.approx(1.25, abs=0.08)
 
 
+def test_a_rounded_duration_may_be_longer_than_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "clip.wav"
+    sf.write(path, make_voice(1.2549), SAMPLE_RATE, subtype="PCM_16")
+    whole = decode(path, SAMPLE_RATE, 9.3)
+    for start, duration in ((0.0, 1.26), (0.0, 1.3), (0.5, 0.8)):
+        piece = decode(path, SAMPLE_RATE, 9.3, start=start, duration=duration)
+        assert np.array_equal(piece, whole[round(start * SAMPLE_RATE) :])
+    content = path.read_bytes()
+    path.write_bytes(content[: -len(content) // 20])  # the header still names what is missing
+    with pytest.raises(audio.UnusableAudio):
+        decode(path, SAMPLE_RATE, 9.3, duration=1.26)
+
+
 @pytest.mark.parametrize("suffix", audio.EXTENSIONS)
 def test_what_is_no_audio_is_named(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"clip{suffix}"

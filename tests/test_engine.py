@@ -220,6 +220,26 @@ def test_a_sentence_that_has_ended_writes_nothing_more() -> None:
     assert all(torch.equal(cache[:, row, :, :-1], kept) for cache, kept in zip(caches, before, strict=True))
 
 
+def test_latents_are_not_read_before_their_row_was_moved(monkeypatch: Patch) -> None:
+    """They are read on another stream, which does not wait for the stream of the steps by itself."""
+    slots, calls = Slots(speaking(make_model(), dtype=torch.float32).gpt, Shape(8, 20, 40), None), list[Any]()
+    *others, last = (
+        slots.join(Prompt([5, 6], torch.randn(1, 32, 64), draws(0, 0, 0, 30)), PUBLISHED_SAMPLING)
+        for _ in range(6)
+    )
+    slots.prefill(last)
+    slots.step()
+    before = slots.generated(last, 0, 1).latents
+    for each in others:
+        slots.leave(each)
+    for name in ("record", "wait"):
+        monkeypatch.setattr(Stream, name, lambda _, event, name=name: calls.append((name, event)))
+    slots.step()
+    assert last.rows == [0] and torch.equal(slots.generated(last, 0, 1).latents, before)
+    name, event = calls.pop()
+    assert name == "wait" and calls[0] == ("record", event)
+
+
 @pytest.fixture
 def as_on_gpu(monkeypatch: Patch) -> Callable[[XTTS], Synthesizer]:
     """Makes synthesizers that work as on a GPU, on a CPU: captured, ahead of the host, windows in batches."""

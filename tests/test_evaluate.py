@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from hashlib import sha256
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from conftest import SENTENCES, make_voice
 from synthesis_fixtures import generate
 from training_fixtures import SMALL, small, train
 
+from myxtts.checkpoints import Notes
 from myxtts.cli import main
 from myxtts.config import DataSettings
 from myxtts.data.clips import PreparedCorpus
@@ -32,6 +34,7 @@ from myxtts.errors import DatasetError
 from myxtts.evaluation import JUDGE_SCRIPT, find_judges, held_out_sentences, summarise
 from myxtts.model.xtts import XTTS
 from myxtts.observe.report import write_report
+from myxtts.run_dir import RunDir
 from myxtts.settings import load, to_yaml
 from myxtts.synthesis.generation import Prompt, Sampling
 from myxtts.synthesis.voices import Voice
@@ -234,6 +237,7 @@ def test_what_cannot_be_evaluated_is_an_error_that_says_why(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(*flags: object) -> str:
         assert evaluate(*flags, "--only", "synthesise") == 2  # type: ignore[arg-type]
@@ -253,7 +257,19 @@ def test_what_cannot_be_evaluated_is_an_error_that_says_why(
     (run / "settings.yaml").write_text(to_yaml(settings))
     text = refused(run)
     assert "The run holds no clips out" in text and "--val-data" in text
-    assert re.search(r"trained on \d+ clips, and \d+ are not held out now: it may have been trained", caplog.text)
+    told = r"trained on (\d+) clips, and its corpus now has (\d+) to train on: sentences held out now may be among"
+    ((before, now),) = re.findall(told, caplog.text)
+    assert int(before) < int(now)
+    real = RunDir.newest_notes
+
+    def one_more_stage(run_dir: RunDir) -> dict[str, Notes]:
+        same = deepcopy(real(run_dir)["gpt"])
+        same.state["notes"]["identity"]["training clips"] = int(now)
+        return real(run_dir) | {"decoder": same}
+
+    monkeypatch.setattr(RunDir, "newest_notes", one_more_stage)
+    refused(run)
+    assert re.findall(told, caplog.text) == 2 * [(before, now)]
     assert not (run / "evaluation").exists()
 
 

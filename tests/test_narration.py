@@ -233,3 +233,13 @@ def test_a_text_ends_where_the_head_that_reads_looks_away(
             attention[0, code, token] = READ - 4 * ELSEWHERE
     monkeypatch.setattr(alignment, "text_attention", lambda *_: attention)
     assert end_of_text(synthesizer.gpt, anna.latents, range(5), range(30)) == expected
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_text_of_two_tokens_is_not_read_in_one_code(
+    synthesizer: Synthesizer, anna: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = torch.full((1, 30, 2), ELSEWHERE)
+    attention[0, 0, 0] = READ
+    monkeypatch.setattr(alignment, "text_attention", lambda *_: attention)
+    assert end_of_text(synthesizer.gpt, anna.latents, range(2), range(30)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -141,6 +142,14 @@ def test_a_sentence_is_on_one_side_of_a_corpus_of_many_shards() -> None:
     assert not np.isin(index["draw"][chosen], index["draw"][~chosen]).any()
 
 
+def test_a_shard_more_leaves_nearly_all_clips_on_their_side() -> None:
+    """A model that goes on from one of the smaller corpus has trained on what was not held out there."""
+    index, data = index_of(101), settings(Path())
+    before = choose_in_shards({name: column[:-200] for name, column in index.items()}, data)
+    after = choose_in_shards(index, data)[:-200]
+    assert (after & ~before).sum() < 0.15 * after.sum()
+
+
 def test_few_shards_hold_out_what_they_did() -> None:
     index, data = index_of(16), settings(Path())
     before = choose_held_out(index["held_out"] != 0, lambda: index["draw"], data)
@@ -271,6 +280,51 @@ def test_what_a_corpus_no_longer_names_is_pruned_when_nobody_else_adds(
     assert not [name for name in left if name.startswith("preparing")]
     assert len([reader.audio[row] for row in reader.audio_rows.tolist()]) == 4
     assert unnamed(prune=True) == 0 and files() == left
+
+
+def test_prepare_says_what_it_could_delete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, out = write_corpus(tmp_path / "a", SENTENCES[:3]), tmp_path / "out"
+
+    def said(*flags: str) -> str:
+        assert main(["prepare", "--train-data", str(folder), "--out", str(out), *flags]) == 0
+        return "".join(capsys.readouterr())
+
+    assert "--prune" not in said()
+    sf.write(folder / "wavs" / "clip001.wav", make_voice(1.7, seed=99), 22050, subtype="PCM_16")
+    assert re.search(
+        r"does not name [\d.]+ MB: --prune deletes them\nRuns that began earlier may read them", said()
+    )
+    with jobs._held(Location(str(out))):
+        assert "--prune" not in said("--prune") and "Nothing is deleted" in caplog.text
+    assert "--prune" not in said("--prune")
+
+
+def test_a_corpus_on_nfs_is_locked(clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There `flock` needs a file that may be read to share it, and one that may be written to have it alone."""
+    lock = jobs.fcntl.flock
+
+    def lock_on_nfs(file: Any, how: int) -> None:
+        if isinstance(file, int) or how & jobs.fcntl.LOCK_UN:
+            lock(file, how)
+        elif not (file.readable() if how & jobs.fcntl.LOCK_SH else file.writable()):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        else:
+            lock(file, how)
+
+    monkeypatch.setattr(jobs.fcntl, "flock", lock_on_nfs)
+    assert shard(clips(4), tmp_path / "out", replace(SMALL_SHARDS, prune=True)).made
+
+
+def test_only_packages_are_pruned(clips: Clips, tmp_path: Path) -> None:
+    out, names = tmp_path / "out", [f"{kind}{'0' * 20}" for kind in ("shards/", "index-", "")]
+    shard(clips(4), out)
+    for name in names:
+        (out / name).mkdir()
+        (out / name / "notes.txt").write_text("mine")
+    assert shard(clips(4), out, replace(SMALL_SHARDS, prune=True)).unnamed == 0
+    assert [(out / name).exists() for name in names] == [False, False, True]
 
 
 def test_what_a_folder_is_decides_what_can_be_done_with_it(tmp_path: Path) -> None:

@@ -202,9 +202,11 @@ def test_a_run_away_ends_and_is_reported(anna: Voice) -> None:
 
 def test_what_is_said_after_a_short_text_is_left_out(anna: Voice, monkeypatch: Patch) -> None:
     """Codes are looked at after fixed numbers of them: a stream and side by side, the same is cut."""
+    numbers = set[int]()
 
     def ends_at_9(_: object, voice: torch.Tensor, ids: Sequence[int], codes: Sequence[int]) -> int | None:  # noqa: ARG001
-        return 9 if len(codes) > 9 else None
+        numbers.add(len(codes))
+        return 9
 
     synthesizer = speaking(make_model(stop_bias=-100.0))
     whole = synthesizer.speak("Good morning.", anna, "en", seed=4, num_attempts=1)
@@ -217,6 +219,16 @@ def test_what_is_said_after_a_short_text_is_left_out(anna: Voice, monkeypatch: P
     others = synthesizer.speak_many([TEXTS[0], "Good morning."], anna, "en", seed=4)
     assert others[1].report.sentences[0].codes == sentence.codes
     assert np.array_equal(np.concatenate([*synthesizer.stream("Good morning.", anna, "en", seed=4)]), speech.wave)
+    (piece,) = synthesizer.stream("Good morning.", anna, "en", seed=4, chunk_codes=7)
+    assert np.array_equal(piece, speech.wave) and numbers == {20, 40}
+
+
+def test_few_codes_are_not_searched_for_what_follows_a_short_text(anna: Voice, monkeypatch: Patch) -> None:
+    """So few are left after every text: nothing could be left out."""
+    monkeypatch.setattr("myxtts.synthesis.scheduler.end_of_text", lambda *_: pytest.fail("searched"))
+    synthesizer = speaking(make_model(stop_bias=100.0))
+    with pytest.raises(PipelineError, match="said nothing in 3 attempts"):
+        synthesizer.speak("Good morning.", anna, "en")
 
 
 def test_a_model_that_says_nothing_is_an_error(anna: Voice) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -268,6 +269,15 @@ def test_sums_in_one_kernel_make_the_same_waves(wide_decoder: HifiGanDecoder) ->
     for kernel in (None, KernelOnCpu()):
         found = FusedGenerator(generator, kernel)(frames, speakers)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def test_a_vocoder_without_fused_kernels_says_why(
+    wide_decoder: HifiGanDecoder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert FusedGenerator.compiled(wide_decoder.waveform_decoder) is None
+    assert "without fused kernels, which is slower: import of triton halted" in caplog.text
 
 
 @pytest.mark.gpu

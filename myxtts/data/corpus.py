@@ -493,7 +493,7 @@ def _few_shards(shards: Rows, languages: Rows, speakers: Rows, number: int) -> F
     pairs = np.sort(np.concatenate([shards * kinds + languages, shards * kinds + named + speakers]))
     of_shard, kind = np.divmod(pairs[np.diff(pairs, prepend=-1) > 0], kinds)
     worth = np.where(kind < named, kinds, 1)
-    few, ties = np.zeros(number, bool), np.random.default_rng(number).random(number)
+    few, ties = np.zeros(number, bool), np.random.default_rng(0).random(number)
     for _ in range(HELD_OUT_SHARDS):
         best = np.where(few, -1.0, np.bincount(of_shard, worth, number) + ties).argmax()
         few[best] = True

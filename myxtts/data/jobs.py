@@ -58,7 +58,7 @@ ATTEMPTS = 12  # to run a job whose process dies
 CRASHES = 3  # at the same recording, after which it is set aside
 RAY_RETRIES = 16  # of a task whose machine is lost
 _LOOKUPS = 16  # packages that are looked for at once
-_PACKAGE = re.compile(r"(?:shards/|ids-[0-9a-f]+/)?((?:index-)?[0-9a-f]{20})/")
+_PACKAGE = re.compile(r"(?:shards/|ids-[0-9a-f]+/|(?=index-))((?:index-)?[0-9a-f]{20})/")
 
 _log = logging.getLogger(__name__)
 _starting = threading.Lock()  # processes are started and end one at a time
@@ -483,12 +483,13 @@ def _vocabulary(opened: ShardedCorpus, plan: Plan, data: DataSettings, base: Pat
 
 @contextlib.contextmanager
 def _held(corpus: Location) -> Iterator[Callable[[], Location | None]]:
-    """Hold a corpus with others that add to it; give what returns a trace of another, or None and holds it alone.
+    """Share a corpus with the processes that add to it. Gives a function that returns a trace of another one.
 
-    An object store has no locks: there a process has an object while it adds.
+    If that returns None, no other process begins before the end. An object store has no locks: there a process has
+    an object while it adds.
     """
     if corpus.is_local:
-        with open(Path(corpus.path, ".held"), "ab") as lock:
+        with open(Path(corpus.path, ".held"), "a+b") as lock:  # NFS shares only what may be read
             fcntl.flock(lock, fcntl.LOCK_SH)
             yield lambda: None if is_locked_alone(lock) else corpus / ".held"
         return

@@ -214,7 +214,13 @@ class Location:
                 path.parent.rmdir()
         paths = [(self / name).path for name in names]
         if paths and not self.is_local:
-            self._request(lambda api, client: api.delete(client, paths))
+            try:
+                self._request(lambda api, client: api.delete(client, paths))
+            except MissingObject:  # Google's store refuses what an attempt before has deleted, and leaves the rest
+                there = {entry.location.path for entry in self.list()}
+                if len(left := [name for name in names if (self / name).path in there]) == len(names):
+                    raise
+                self.delete(left)
 
     def _put(self, content: bytes | Path, write: Callable[[Path], object]) -> None:
         if self.is_local:

@@ -86,8 +86,8 @@ def end_of_text(gpt: GPT, voice: Tensor, ids: Sequence[int], codes: Sequence[int
     if not len(after):
         return None
     read = tokens[: after[0]][looks[: after[0]]]
-    reads = len(set(read.tolist())) >= len(ids) / 2 and bool((np.diff(read) >= 0).mean() >= LEAST_FORWARD)
-    return int(after[0]) if reads else None
+    has_read = len(read) > 1 and len(set(read.tolist())) >= len(ids) / 2
+    return int(after[0]) if has_read and (np.diff(read) >= 0).mean() >= LEAST_FORWARD else None
 
 
 def word_times(

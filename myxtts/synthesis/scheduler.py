@@ -46,7 +46,7 @@ GPU_FIRST_CODES = 6
 """Of the first piece on a GPU, after those of which nothing can be heard yet: the next piece is made long before
 this one was played."""
 GPU_GROWTH = 2  # pieces after the second are so much longer on a GPU: their context costs less, and none is urgent
-SAFE_S = 1.0  # with so much, those of whom nothing more is generated go first: their clients may ask for more
+SAFE_S = 1.0  # of those with a longer lead, jobs whose codes are complete go first: their clients may ask for more
 LEAD_S = 5.0  # a listener who has so much more than was played lets others go first
 SENTENCES_AHEAD = 2  # of a job, generated before the sound of those before them is made
 GPU_PIECES, GPU_BATCHES = 16, 2  # pieces that become sound together, and batches that are under way
@@ -388,7 +388,8 @@ class Scheduler:
     def _begin(self, job: Job) -> None:
         spoken = job.waiting.popleft()
         spoken.running = self.slots.join(job.prompt(spoken), job.attempts[spoken.current.number])
-        self._of[spoken.running], spoken.current.num_wanted = (job, spoken), job.piece_codes(spoken)
+        self._of[spoken.running] = job, spoken
+        spoken.current.num_wanted = CHUNK_CODES if spoken.sentence.is_short else job.piece_codes(spoken)
         if spoken not in job.begun:
             job.begun.append(spoken)
 
@@ -424,12 +425,15 @@ class Scheduler:
         The codes are looked at after fixed numbers of them, so that where a sentence ends does not depend on time.
         """
         running, current = spoken.running, spoken.current
+        voice, ids = job.voice.latents, spoken.sentence.ids
         assert running is not None
         while running.has_ended or len(running.codes) >= current.num_wanted:
             size = min(current.num_wanted, len(running.codes))
             is_whole = running.has_ended and size == len(running.codes)
-            with self._copies.use():
-                said = end_of_text(self.slots.gpt, job.voice.latents, spoken.sentence.ids, running.codes[:size])
+            said = None
+            if size > USUAL_TAIL_CODES:  # of fewer none is left out
+                with self._copies.use():
+                    said = end_of_text(self.slots.gpt, voice, ids, running.codes[:size])
             goes_on = said is not None and size > said + USUAL_TAIL_CODES
             if not goes_on and not is_whole:
                 current.num_wanted += CHUNK_CODES

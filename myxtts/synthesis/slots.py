@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from myxtts.config import CONDITIONING_TOKENS
-from myxtts.devices import WARM_UPS, CudaGraph, Event, Stream
+from myxtts.devices import WARM_UPS, CudaGraph, Event, Stream, send
 from myxtts.errors import PipelineError
 from myxtts.model.blocks import InOutLinear
 from myxtts.model.gpt import GPT
@@ -122,7 +122,7 @@ class Slots:
 
     def __init__(self, gpt: GPT, shape: Shape, vectors: Tensor | None, *, capture: bool = False) -> None:
         """`shape.sentences` is the number of slots. With `capture`, steps are captured on a GPU when first met."""
-        self._gpt, self._vectors, self.shape = gpt, vectors, shape
+        self.gpt, self._vectors, self.shape = gpt, vectors, shape
         device, plain = gpt.mel_embedding.weight.device, InOutLinear
         is_plain = device.type == "cpu" and any(isinstance(layer, plain) for layer in gpt.gpt.modules())
         self._least_rows = LEAST_ROWS if is_plain else 1
@@ -155,6 +155,7 @@ class Slots:
         self._prefixes: _CapturedPrefixes | None = None
         self._begins: CudaGraph[None] | None = None
         self._is_cleared = True  # since the last prefixes: the next ones must not overtake it
+        self._moved = Event(device)  # the last move of a row: who reads on another stream must not overtake it
         width = BEGIN + len(OPTIONS) + columns
         self._given = torch.zeros(GPU_BEGINS, width, device=device)  # of sentences that begin
         for row in range(rows):
@@ -166,10 +167,6 @@ class Slots:
         dims, like = gpt.dims, gpt.mel_embedding.weight
         cache = 2 * dims.layers * dims.dim * Decoding.num_slots(shape) * like.element_size()
         return cache + (shape.steps + 1) * (4 * dims.dim + 4) + dims.audio_tokens
-
-    @property
-    def gpt(self) -> GPT:
-        return self._gpt
 
     @property
     def num_used(self) -> int:
@@ -221,7 +218,7 @@ class Slots:
 
     def _start(self, some: list[Running]) -> None:
         """Let sentences whose prefixes have run take part in steps."""
-        rows, codes = [], self._gpt.dims.audio_tokens
+        rows, codes = [], self.gpt.dims.audio_tokens
         for running in some:
             options, drawn = options_of(running.sampling, codes), running.prompt.draws
             for row, num_ids in zip(running.rows, (len(running.prompt.ids), 0), strict=False):
@@ -234,7 +231,7 @@ class Slots:
             here = np.zeros(self._given.shape, np.float32)
             for place, row_numbers in zip(here, rows[at : at + GPU_BEGINS] + rows[-1:] * GPU_BEGINS, strict=False):
                 place[: len(row_numbers)] = row_numbers
-            _send(self._given, torch.from_numpy(here))
+            send(self._given, torch.from_numpy(here))
             if self._stream is None:
                 self._begin()
                 continue
@@ -247,21 +244,12 @@ class Slots:
         numbers, options, drawn = self._given.tensor_split([BEGIN, BEGIN + len(OPTIONS)], 1)
         rows, starts, most, penalises = numbers.long().unbind(1)
         used = self._used.new_zeros(len(rows), self._used.shape[1])
-        used[:, PROMPT_CODE] = used[:, self._gpt.dims.start_code] = penalises > 0
-        for there, value in (
-            (self._last_codes, self._gpt.dims.start_code),
-            (self._place, 0),
-            (self._sum, 0),
-            (self._ended, False),
-        ):
+        used[:, PROMPT_CODE] = used[:, self.gpt.dims.start_code] = penalises > 0
+        for there, value in ((self._place, 0), (self._sum, 0), (self._ended, False)):
             there.index_fill_(0, rows, value)
-        for there, values in (
-            (self._most, most),
-            (self._decoding.starts, starts),
-            (self._used, used),
-            (self._options, options),
-            (self._draws, drawn),
-        ):
+        self._last_codes.index_fill_(0, rows, self.gpt.dims.start_code)
+        state = (self._most, self._decoding.starts, self._used, self._options, self._draws)
+        for there, values in zip(state, (most, starts, used, options, drawn), strict=True):
             there.index_copy_(0, rows, values)
 
     @torch.inference_mode()
@@ -297,6 +285,7 @@ class Slots:
         """Some of the codes that were read of a sentence; an error if its latents are not finite."""
         if running.is_damaged:
             raise PipelineError(DAMAGED)
+        Stream.current(self._device).wait(self._moved)
         return Generated(
             torch.tensor(running.codes[start:end], dtype=torch.long),
             self._latents[running.rows[0], start:end].clone(),
@@ -345,13 +334,13 @@ class Slots:
     def _step(self, size: _Size) -> None:
         """Touches only memory that stays and needs nothing from the host, so it can be captured."""
         rows = size.rows
-        place, ended, stop = self._place[:rows], self._ended[:rows], self._gpt.dims.stop_code
+        place, ended, stop = self._place[:rows], self._ended[:rows], self.gpt.dims.stop_code
         starts = self._decoding.starts[:rows]
         logits, latents = self._decoding.step(self._last_codes[:rows], place.masked_fill(ended, 0), size.slots)
         options, (leader, other) = self._options[:rows], self._pairs[:rows].unbind(1)
         without = logits[other]
         logits = without + options[:, OPTIONS.index("guidance"), None] * (logits - without)
-        logits[:, self._gpt.dims.start_code] = -torch.inf  # never a target, but barely trained models choose it
+        logits[:, self.gpt.dims.start_code] = -torch.inf  # never a target, but barely trained models choose it
         drawn = self._draws[:rows].gather(1, place[:, None]).squeeze(1)
         sampling = RowSampling(options, size.most_kept, size.any_central)
         chosen = choose(logits, self._used[:rows], sampling, drawn, self._vectors)[leader]
@@ -376,7 +365,7 @@ class Slots:
             pairs[running.rows[-1]][0] = running.rows[0]
             pairs[running.rows[0]][1] = running.rows[-1]
         if pairs != self._pairs_sent:
-            _send(self._pairs, torch.tensor(pairs))
+            send(self._pairs, torch.tensor(pairs))
             self._pairs_sent = pairs
 
     @torch.inference_mode()
@@ -412,6 +401,7 @@ class Slots:
         running.rows[running.rows.index(source)] = target
         self._of_row[target], self._of_row[source] = running, None
         self._clear(source, running)
+        Stream.current(self._device).record(self._moved)
 
     # Sizes of steps, of which each is captured once
 
@@ -423,7 +413,7 @@ class Slots:
         return next((count for count in _up_to(counts, self._num_rows) if count >= rows), rows)
 
     def _size(self, rows: int, slots: int) -> _Size:
-        codes = self._gpt.dims.audio_tokens
+        codes = self.gpt.dims.audio_tokens
         samplings = [running.sampling for running in self._all]
         most_kept = max(min(each.top_k or codes, codes) for each in samplings)
         any_central = any(each.central for each in samplings)
@@ -447,7 +437,7 @@ class Slots:
         if self._stream is None:
             return
         self._set_pairs()
-        codes, every_slot = self._gpt.dims.audio_tokens, self._unused + 1
+        codes, every_slot = self.gpt.dims.audio_tokens, self._unused + 1
         most_kept = min(codes, CAPTURED_KEPT) if 0 < sampling.top_k <= CAPTURED_KEPT else codes
         sizes = {
             _Size(rows, every_slot, codes, self._vectors is not None) for rows in self._rows_up_to(MET_ROWS[::2])
@@ -459,7 +449,7 @@ class Slots:
             self._capture(size)
         self._prefixes = _CapturedPrefixes(self._decoding)
         self._begins = CudaGraph(self._begin, self._stream)
-        self._clear(0)  # which has begun by that
+        self._clear(0)  # the capture has let it begin
         self._is_captured = True
 
     def _rows_up_to(self, counts: tuple[int, ...]) -> Iterator[int]:
@@ -527,7 +517,7 @@ class _CapturedPrefixes:
             for at in range(0, len(first), PREFIXES[-1]):
                 some = first[at : at + PREFIXES[-1]]
                 self._send(some)
-                _send(self._voices[: len(some)], torch.cat([part.voice for part in some]))
+                send(self._voices[: len(some)], torch.cat([part.voice for part in some]))
                 self._begins[next(count for count in PREFIXES if count >= len(some))].replay()
             for part in parts:
                 if part.first:
@@ -548,18 +538,13 @@ class _CapturedPrefixes:
             slots, tokens, of_text = (row[at : at + len(places)] for at in (1, 1 + size, 1 + 2 * size))
             slots[:], tokens[:] = places, ids[part.first : part.end]
             of_text[:] = (places - CONDITIONING_TOKENS).clip(0)
-        _send(self._numbers, torch.from_numpy(numbers))
+        send(self._numbers, torch.from_numpy(numbers))
 
     def wait(self) -> None:
         """Let the current stream wait for what was launched."""
         passed = Event(self._device)
         self._stream.record(passed)
         Stream.current(self._device).wait(passed)
-
-
-def _send(there: Tensor, here: Tensor) -> None:
-    """Copy a tensor of the host; the host does not wait."""
-    there.copy_(here.pin_memory() if there.is_cuda and not here.is_cuda else here, non_blocking=True)
 
 
 def _up_to(counts: tuple[int, ...], most: int) -> Iterator[int]:

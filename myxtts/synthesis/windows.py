@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
-from myxtts.devices import CAPTURING, CudaGraph, Event, Stream
+from myxtts.devices import CAPTURING, CudaGraph, Event, Stream, send
 from myxtts.model.dvae import FRAMES_PER_CODE
 from myxtts.model.flow import NOISE_FRAMES, REACH, STEPS, TARGET_MEAN, TARGET_SCALE, noise_of, normalised
 from myxtts.model.vocoder import (
@@ -53,7 +53,7 @@ GPU_WINDOWS: dict[int, tuple[int, ...]] = dict.fromkeys((208, 128, 64), (1, 2, 4
 """Windows by their frames, and how many of them are computed together. A piece of 40 codes with its context takes
 one of 208 frames, a piece of 20 one of 128, a first piece of 10 one of 64. With other lengths a GPU would have to
 plan the convolutions again."""
-SPARE_FRAMES = 300  # that nobody needs take less time than one more run
+SPARE_FRAMES = 300  # computed in vain: they take less time than one more run
 PLANS_TRIED = 4  # of a convolution when it is captured
 TO_FRAMES, TO_OUTPUT = Fraction(SAMPLES_PER_CODE, HOP_SAMPLES), Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE)
 TOLERANCE = 0.05  # of fused kernels, of the loudest sample: they round less often
@@ -326,8 +326,8 @@ class _Program:
                 row[there] = np.arange(num_latents, num_latents + end - start)
                 latents.append(part.latents[start - at : end - at])
                 num_latents += end - start
-        self._send(self._numbers[: len(given)], torch.from_numpy(numbers))
-        self._send(self._speaker[: len(given)], torch.from_numpy(speakers))
+        send(self._numbers[: len(given)], torch.from_numpy(numbers))
+        send(self._speaker[: len(given)], torch.from_numpy(speakers))
         places = self._numbers[: len(given), self._num_codes : 2 * self._num_codes].flatten()
         torch.index_select(torch.cat(latents).float(), 0, places, out=self._latents[: len(places)])
         return (self.graph.replay() if self.graph else self._compute())[: len(given)]
@@ -338,9 +338,6 @@ class _Program:
         speed, offset = stream.factors[0], excerpt.start - starts[-1]
         starts[0] = first * (FRAMES_PER_CODE if self._windows.codec is not None else 1)
         return [plan.num_codes - first, *speed.as_integer_ratio(), offset, *starts, *lengths]
-
-    def _send(self, there: Tensor, here: Tensor) -> None:
-        there.copy_(here.pin_memory() if there.is_cuda else here, non_blocking=True)
 
     def _compute(self) -> Tensor:
         """Waves of what is in the memory. Needs nothing from the host, so it can be captured."""
@@ -463,8 +460,9 @@ class FusedGenerator:
             error = float((found - expected).abs().max() / expected.abs().max())
             if not error < TOLERANCE:
                 raise ValueError(f"an error of {error}")
-        except Exception:
-            _log.debug("The vocoder runs without fused kernels", exc_info=True)
+        except Exception as error:
+            _log.info("The vocoder runs without fused kernels, which is slower: %s", error)
+            _log.debug("The reason in full", exc_info=True)
             return None
         return made
 

@@ -94,9 +94,9 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
     data = replace(load(settings_file, {}).settings.data, tokenizer=run.vocabulary_file)
     prepared, notes = prepare(data, progress), run.newest_notes()
     trained_on = {saved.state["notes"]["identity"]["training clips"] for saved in notes.values()}
-    if trained_on - {now := len(prepared.train)}:
-        found = f"The run trained on {max(trained_on)} clips, and {now} are not held out now"
-        _log.warning("%s: it may have been trained on some that are", found)
+    if others := trained_on - {now := len(prepared.train)}:
+        found = f"The run trained on {max(others)} clips, and its corpus now has {now} to train on"
+        _log.warning("%s: sentences held out now may be among those it trained on", found)
     sentences = held_out_sentences(prepared, data, options.num_sentences, options.language)
     work_on(device := device_named(options.device))
     synthesizer = load_synthesizer(folder, vocoder=options.vocoder, device=device, best_gpt=options.best_gpt)
