@@ -97,11 +97,11 @@ def lock(folder: Path, name: str = "lock", of: str = "run", flag: str = "--check
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(open(folder / name, "a+", encoding="utf-8"))
+            # Without a buffer: closing a file would try again to write what did not fit on a full disk.
+            file = held.enter_context(open(folder / name, "ab", buffering=0))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         except BlockingIOError:
             holder = (folder / name).read_text(encoding="utf-8") or "another process"
             raise ConfigError(

@@ -156,7 +156,8 @@ def train(
             say(line)
         reporter.plan(stages)
         fresh = cache(partial(initial_model, settings, prepared.tokenizer))
-        _start(settings, run_dir, prepared, plan, None if continues else fresh, say, tuned)
+        remembered = {**steps_after_a_trial(settings, prepared, given.origin, tuned), **tuned}
+        _start(settings, run_dir, prepared, plan, None if continues else fresh, say, remembered)
         settings = replace(settings, data=prepared.fitted(settings.data))
         stop, states = held.enter_context(_StopRequest(plan)), dict[str, State]()  # earlier, nothing is to save
         for stage in stages_of(settings):
@@ -348,6 +349,18 @@ def fine_tuning_values(
         all_or_none = " (give one of these, and you decide on all)" if table is FINE_TUNING else ""
         say(f"Fine-tuning on {minutes:.1f} minutes of speech: {listed}{all_or_none}")
     return found
+
+
+def steps_after_a_trial(
+    settings: Settings, prepared: PreparedCorpus, origin: Mapping[str, str], tuned: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The steps of the table, for a run that was tried with others and is continued without them."""
+    key = "training.max_steps"
+    if not tuned or key in tuned:
+        return {}
+    others = {name: where for name, where in origin.items() if name != key}
+    found = fine_tuning_values(with_settings(settings, {key: None}), prepared, others)
+    return {key: found[key]} if key in found else {}
 
 
 def auto_values(

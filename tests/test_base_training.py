@@ -17,7 +17,7 @@ from training_fixtures import SMALL, Start, newest, stop_at
 from myxtts import config, reports, run
 from myxtts.config import DEMO_FINE_TUNING, FINE_TUNING, FLOW_TUNING, SAMPLE_RATE, Settings
 from myxtts.model.xtts import SIZES
-from myxtts.run import fine_tuning_values
+from myxtts.run import fine_tuning_values, steps_after_a_trial
 from myxtts.run_dir import RunDir
 from myxtts.settings import apply_presets, with_settings
 from myxtts.synthesis.synthesizer import provenance
@@ -154,6 +154,11 @@ def test_fine_tuning_follows_the_minutes_of_speech_unless_the_user_decides() -> 
         "a trial of a few steps learns too"
     )
     assert "training.max_steps" not in fine_tuning_values(flow, speech(10), {"training.epochs": "flag"})
+    asked = with_settings(flow, {"training.max_steps": 30})
+    assert steps_after_a_trial(asked, speech(1), {"training.max_steps": "flag"}, kept) == {
+        "training.max_steps": 400
+    }
+    assert steps_after_a_trial(flow, speech(1), {}, FLOW_TUNING[5.0]) == {}, "not a trial"
     with_adapters = with_settings(started, {"model.lora_rank": 8})  # by a preset: they have a rate of their own
     assert "training.learning_rate" not in fine_tuning_values(with_adapters, speech(20), {})
 

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -362,6 +363,16 @@ def test_a_folder_that_cannot_be_made_is_refused_to_a_run(tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"Cannot keep a run in .*\n.*--checkpoint-dir"), lock(tmp_path / "file"):
         pass
+
+
+def test_a_disk_without_room_for_the_lock_is_explained(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # every write fails, as on a full disk
+    try:
+        with pytest.raises(ConfigError, match="Cannot keep a run in"), lock(tmp_path / "run"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.gpu
