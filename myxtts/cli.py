@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{missing}. Run make train or make test once, then use .venv/bin/python.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; no incomplete file was left", file=sys.stderr)
+        print(f"\ninterrupted; {getattr(options, 'left', 'no incomplete file was left')}", file=sys.stderr)
         return 130
 
 
@@ -782,6 +782,7 @@ def _check_book(options: argparse.Namespace) -> bool:
         return False
     if options.text is not None or options.from_file is not None or options.stream:
         raise ConfigError("speak: --book FILE is spoken alone: without a text, --from-file and --stream")
+    options.left = "what was spoken is kept, and the same command continues"
     options.out = options.out or Path(options.book.stem)
     if options.out.is_file():
         raise ConfigError(f"speak: --out {options.out} is a file; with --book give a folder")
