@@ -891,13 +891,17 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _model_folder(given: Path | None) -> Path:
+    from myxtts.run_dir import DIMS_FILE, RunDir
     from myxtts.synthesis.synthesizer import usual_model
+    from myxtts.weights import has_weights
 
     folder = given or usual_model()
     if folder == Path("base") and not folder.exists():
         folder = config.BASE_FOLDER
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give a run or a folder of weights with --model DIR")
+    if not has_weights(folder) and not RunDir(folder).exists and (runs := sorted(folder.glob(f"*/{DIMS_FILE}"))):
+        raise ConfigError(f"{folder} is a folder of runs; name one of them: --model {runs[0].parent}")
     return folder
 
 

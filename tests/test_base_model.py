@@ -178,6 +178,14 @@ def test_the_base_model_speaks_at_once_in_a_voice_of_the_language(capsys: Captur
     assert code == 2 and "there are: zahra, bert" in shown[0]
 
 
+def test_a_folder_of_runs_is_no_model(tmp_path: Path, capsys: Capture) -> None:
+    run = tmp_path / "runs" / "e1"
+    run.mkdir(parents=True)
+    (run / "model.json").write_text("{}")
+    code, shown = myxtts(capsys, "speak", TEXTS[0], "--model", tmp_path / "runs")
+    assert code == 2 and shown == [f"error: {tmp_path}/runs is a folder of runs; name one of them: --model {run}"]
+
+
 def test_voices_are_listed_and_added_where_an_update_keeps_them(
     base: Path, reference: Path, tmp_path: Path, capsys: Capture
 ) -> None:
