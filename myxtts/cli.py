@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from myxtts.model.xtts import XTTS
     from myxtts.synthesis.books import Book
     from myxtts.synthesis.generation import Sampling
-    from myxtts.synthesis.markup import Markup
+    from myxtts.synthesis.markup import Segment
     from myxtts.synthesis.narration import Judge
     from myxtts.synthesis.synthesizer import Speech, SpeechStream, Synthesizer
     from myxtts.synthesis.voices import Voice
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{missing}. Run make train or make test once, then use .venv/bin/python.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; no incomplete file was left", file=sys.stderr)
+        print(f"\ninterrupted; {getattr(options, 'left', 'no incomplete file was left')}", file=sys.stderr)
         return 130
 
 
@@ -719,57 +719,57 @@ _ABOUT_CLONING = (
 
 def _speak(options: argparse.Namespace) -> None:
     from myxtts.devices import device_named, work_on
+    from myxtts.run_dir import RunDir
     from myxtts.synthesis.books import read_book
-    from myxtts.synthesis.markup import Markup, is_markup
+    from myxtts.synthesis.markup import Markup, Segment, is_markup
     from myxtts.synthesis.synthesizer import check_output, load_synthesizer, override_sampling
-    from myxtts.synthesis.voices import VoiceLibrary
+    from myxtts.synthesis.text import require_words
+    from myxtts.synthesis.voices import VoiceLibrary, read_references
     from myxtts.terminal import ProgressLines
     from myxtts.text.language import language_of
+    from myxtts.text.normalize import normalize
+    from myxtts.weights import Provenance
 
     book = read_book(options.book) if _check_book(options) else None
     text = book.sample if book else _text(options)
-    if not text.strip():
-        raise ConfigError("speak: the text is empty")
     markup = Markup(text) if not book and is_markup(text) else None
+    require_words(text, text + normalize(text[:1000], options.language or LANGUAGES[0]))
     if not book:
         options.out = options.out or Path("speech.wav")
         check_output(options.out)
     folder = _model_folder(options.model)
     voices = VoiceLibrary(folder)
-    if options.voice:
+    references = read_references(options.speaker) if options.speaker else None
+    usual_voice = None if references else voices.load(options.voice or voices.default())  # raises if there is none
+    if references and options.voice:
         voices.path(options.voice)  # reports an impossible name before anything is computed
-        if options.speaker and options.voice in voices.built_in():
-            what = (
-                f"speak: {options.voice!r} is a built-in voice, and --speaker saves one under the name of --voice"
-            )
-            raise ConfigError(f"{what}. Choose another name, or leave out --speaker or --voice.")
-    elif not options.speaker:
-        voices.default()  # raises if there is none
-    work_on(device := device_named(options.device))
-    synthesizer = load_synthesizer(folder, vocoder=options.vocoder, device=device, best_gpt=options.best)
+        if options.voice in voices.built_in():
+            raise ConfigError(f"speak: {options.voice!r} is a built-in voice; name that of --speaker otherwise")
     source = book or markup
     language = options.language or (source.language if source else "")
-    language = language or language_of(markup.text if markup else text, synthesizer.languages)
-    if options.speaker:
-        voice = synthesizer.voice(options.speaker, options.voice)
+    known = RunDir(folder).languages() if RunDir(folder).exists else Provenance.read(folder).languages
+    usual = [*(usual_voice.languages if usual_voice and options.voice else ()), *known, *LANGUAGES][0]
+    language = language or language_of(markup.text if markup else text, known, usual)
+    segments = markup.segments(language) if markup else [Segment(text, language)]
+    work_on(device := device_named(options.device))
+    synthesizer = load_synthesizer(folder, vocoder=options.vocoder, device=device, best_gpt=options.best)
+    if references:
+        voice = synthesizer.voice_of(references, options.voice or options.speaker[0].stem)
         if options.voice:
             _say(f"Voice saved: {voices.save(voice)}")
     else:
-        voice = voices.load(options.voice or voices.default(language), synthesizer.fingerprint)
+        voice = voices.load(options.voice or voices.default(language))
     _say(f"Speaking {LANGUAGE_NAMES[language]} with {_model_name(folder)}, voice {voice.name}")
     if options.speaker and folder == config.BASE_FOLDER:
         _say(_ABOUT_CLONING)
     sampling = override_sampling(synthesizer.sampling, options)
     if book or markup or options.listen or options.subtitles:
-        _narrate(options, book, markup or text, synthesizer, voice, language, sampling)
+        _narrate(options, book, segments, synthesizer, voice, language, sampling)
         return
     progress = ProgressLines() if sys.stderr.isatty() else NO_PROGRESS
     how = {"sampling": sampling, "speed": options.speed, "seed": options.seed, "progress": progress}
-    speech: Speech | SpeechStream
-    if options.stream:
-        speech = synthesizer.stream(text, voice, language, num_attempts=options.attempts, **how)
-    else:
-        speech = synthesizer.speak(text, voice, language, num_attempts=options.attempts, **how)
+    speak: Callable[..., Speech | SpeechStream] = synthesizer.stream if options.stream else synthesizer.speak
+    speech = speak(text, voice, language, num_attempts=options.attempts, **how)
     speech.save(options.out)
     _say(*speech.report.notes(), options.out)
 
@@ -782,6 +782,7 @@ def _check_book(options: argparse.Namespace) -> bool:
         return False
     if options.text is not None or options.from_file is not None or options.stream:
         raise ConfigError("speak: --book FILE is spoken alone: without a text, --from-file and --stream")
+    options.left = "what was spoken is kept, and the same command continues"
     options.out = options.out or Path(options.book.stem)
     if options.out.is_file():
         raise ConfigError(f"speak: --out {options.out} is a file; with --book give a folder")
@@ -791,7 +792,7 @@ def _check_book(options: argparse.Namespace) -> bool:
 def _narrate(
     options: argparse.Namespace,
     book: Book | None,
-    source: Markup | str,
+    segments: Sequence[Segment],
     synthesizer: Synthesizer,
     voice: Voice,
     language: str,
@@ -802,7 +803,6 @@ def _narrate(
 
     from myxtts.files import write_text_atomically
     from myxtts.synthesis.audiobook import BookOptions, speak_book, usual_seed
-    from myxtts.synthesis.markup import Segment
     from myxtts.synthesis.narration import Cue, Narrator, subtitles
     from myxtts.synthesis.synthesizer import Speech
     from myxtts.terminal import ProgressLines
@@ -817,7 +817,6 @@ def _narrate(
             chapters = speak_book(book, narrator, options.out, chosen, ProgressLines(), _say)
             _say(*(f"{chapter.file.name}: {note}" for chapter in chapters for note in chapter.notes), options.out)
             return
-        segments = [Segment(source, language)] if isinstance(source, str) else source.segments(language)
         cues: list[Cue] = []
         progress = ProgressLines() if sys.stderr.isatty() else NO_PROGRESS
         stream = narrator.stream(narrator.lines(segments), cues, progress)
@@ -890,13 +889,17 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _model_folder(given: Path | None) -> Path:
+    from myxtts.run_dir import DIMS_FILE, RunDir
     from myxtts.synthesis.synthesizer import usual_model
+    from myxtts.weights import has_weights
 
     folder = given or usual_model()
     if folder == Path("base") and not folder.exists():
         folder = config.BASE_FOLDER
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give a run or a folder of weights with --model DIR")
+    if not has_weights(folder) and not RunDir(folder).exists and (runs := sorted(folder.glob(f"*/{DIMS_FILE}"))):
+        raise ConfigError(f"{folder} is a folder of runs; name one of them: --model {runs[0].parent}")
     return folder
 
 

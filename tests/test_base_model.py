@@ -164,7 +164,10 @@ def test_a_recording_does_not_replace_a_built_in_voice(reference: Path, capsys: 
     assert code == 2 and "'bert' is a built-in voice" in shown[0]
     code, shown = myxtts(capsys, "speak", TEXTS[0], "--speaker", reference, "--voice", "me")
     assert code == 0 and shown[0].startswith("Voice saved: ") and shown[0].endswith("me.safetensors")
-    assert myxtts(capsys, "speak", " ") == (2, ["error: speak: the text is empty"])
+    assert myxtts(capsys, "speak", " ") == (
+        2,
+        ["error: There is nothing to say: '' has no letters and no digits."],
+    )
 
 
 @pytest.mark.usefixtures("base")
@@ -176,6 +179,35 @@ def test_the_base_model_speaks_at_once_in_a_voice_of_the_language(capsys: Captur
     assert code == 0 and shown[0].endswith("voice zahra")
     code, shown = myxtts(capsys, "speak", TEXTS[0], "--voice", "zara")
     assert code == 2 and "there are: zahra, bert" in shown[0]
+
+
+@pytest.mark.usefixtures("base")
+def test_what_cannot_be_spoken_is_refused_before_the_model_is_loaded(capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("myxtts.synthesis.synthesizer.load_synthesizer", None)
+    for words, problem in (
+        ([TEXTS[0], "--speaker", "absent.wav"], "absent.wav: there is no such file"),
+        ([TEXTS[0], "--voice", "zara"], "there are: zahra, bert"),
+        (["<speak>Hello <brake/></speak>"], "<brake>"),
+        (["!!! ..."], "There is nothing to say: '!!! ...' has no letters and no digits"),
+    ):
+        code, shown = myxtts(capsys, "speak", *words)
+        assert code and problem in "".join(shown)
+
+
+@pytest.mark.usefixtures("base")
+def test_a_language_that_cannot_be_recognised_is_that_of_the_voice(capsys: Capture) -> None:
+    code, shown = myxtts(capsys, "speak", "1234", "--seed", 4)
+    assert code == 0 and shown[0] == "Speaking English with the base model, voice bert"
+    code, shown = myxtts(capsys, "speak", "1234", "--voice", "zahra")
+    assert code == 2 and "in language 'fa'" in shown[-2] + shown[-1]
+
+
+def test_a_folder_of_runs_is_no_model(tmp_path: Path, capsys: Capture) -> None:
+    run = tmp_path / "runs" / "e1"
+    run.mkdir(parents=True)
+    (run / "model.json").write_text("{}")
+    code, shown = myxtts(capsys, "speak", TEXTS[0], "--model", tmp_path / "runs")
+    assert code == 2 and shown == [f"error: {tmp_path}/runs is a folder of runs; name one of them: --model {run}"]
 
 
 def test_voices_are_listed_and_added_where_an_update_keeps_them(

@@ -572,6 +572,29 @@ def test_an_interrupt_leaves_no_incomplete_file(
     assert [path.read_bytes() for path in tmp_path.iterdir()] == ([] if flags else [b"older"])
 
 
+def test_a_stream_says_why_it_cannot_be_written(
+    folders: dict[str, Path], reference: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "speech.wav"
+    out.symlink_to("/dev/full")
+    assert speak(folders["loud"], reference, TEXTS[0], "--out", out, "--stream") == 2
+    assert f"{out} cannot be written: No space left on device" in capsys.readouterr().err
+    assert not out.is_symlink()
+
+
+def test_an_interrupted_book_can_be_continued(
+    folders: dict[str, Path], reference: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Synthesizer, "speak_many", interrupted)
+    (tmp_path / "book.txt").write_text(TEXTS[0])
+    given = ("--book", tmp_path / "book.txt", "--speaker", reference, "--out", tmp_path / "out")
+    assert main(["speak", "--model", str(folders["loud"]), *map(str, given)]) == 130
+    assert "interrupted; what was spoken is kept, and the same command continues" in capsys.readouterr().err
+
+
 def test_without_a_model_the_flag_of_speak_is_named(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["speak", "Hello.", "--speaker", "x.wav", "--language", "en"]) != 0

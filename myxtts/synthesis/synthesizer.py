@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import secrets
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
@@ -226,8 +227,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
-    except (OSError, soundfile.SoundFileError) as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 class SpeechStream(Iterator[Wave]):
@@ -255,12 +256,19 @@ class SpeechStream(Iterator[Wave]):
 
         A stream that fails or is interrupted leaves no file.
         """
-        form = ("w", OUTPUT_SAMPLE_RATE, 1, "PCM_16")
-        with contextlib.closing(self), _writing(path), soundfile.SoundFile(path, *form) as file:
+        form = ("w", OUTPUT_SAMPLE_RATE, 1, "PCM_16", None, path.suffix[1:])
+        content = io.BytesIO()  # libsndfile would hide why a file cannot be written
+        with contextlib.closing(self), _writing(path), open(path, "wb") as out:
             try:
-                for piece in self:
-                    file.write(piece)
-                    file.flush()
+                with soundfile.SoundFile(content, *form) as file:
+                    for piece in self:
+                        file.write(piece)
+                        file.flush()
+                        out.write(content.getbuffer()[out.tell() :])
+                        out.flush()
+                out.seek(0)  # the header knows the length now
+                out.write(content.getbuffer())
+                out.flush()
             except BaseException:  # Ctrl-C too
                 path.unlink(missing_ok=True)
                 raise

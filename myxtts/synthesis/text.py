@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -223,6 +223,12 @@ class UnspeakableText(ConfigError):
     """A text with nothing that this model could say."""
 
 
+def require_words(text: str, said: Iterable[str]) -> None:
+    """Raise an error if a text is spoken without a letter or digit."""
+    if not any(map(str.isalnum, said)):
+        raise UnspeakableText(f"There is nothing to say: {text.strip()[:40]!r} has no letters and no digits.")
+
+
 @dataclass(frozen=True)
 class Limits:
     """The longest sentence of a model: for XTTS-v2 by its positions, for others by what they were trained on."""
@@ -278,7 +284,7 @@ class TextFrontend:
             )
         sentences: list[Sentence] = []
         replaced: dict[str, str] = {}
-        num_lost = num_letters = 0
+        letters: list[str] = []
         pending = split(text, language, self._limits.characters(language))[::-1]
         while pending:
             piece = pending.pop()
@@ -296,19 +302,17 @@ class TextFrontend:
                     )
                 pending += shorten(piece, (len(piece) + 1) // 2)[::-1]
                 continue
-            letters = [character for character in spoken if character.isalnum()]
-            num_lost += sum(not replaced.get(letter, letter) for letter in letters)
-            num_letters += len(letters)
+            letters += filter(str.isalnum, spoken)
             if ids:
                 limits = bounds(len(words), self._limits.max_codes)
                 is_short = len(words) < ALONE_SHARE * load_table(language).max_characters
                 sentences.append(Sentence(len(sentences), piece, ids, limits, is_short))
-        if not num_letters:
-            raise UnspeakableText(f"There is nothing to say: {text.strip()[:40]!r} has no letters and no digits.")
-        if 2 * num_lost > num_letters or not sentences:
+        require_words(text, letters)
+        num_lost = sum(not replaced.get(letter, letter) for letter in letters)
+        if 2 * num_lost > len(letters) or not sentences:
             dropped = [character for character, said in replaced.items() if not said][:_SHOWN]
             raise UnspeakableText(
-                f"The vocabulary lacks {num_lost} of the {num_letters} letters of the text in language "
+                f"The vocabulary lacks {num_lost} of the {len(letters)} letters of the text in language "
                 f"{language!r}: {describe_characters(dropped)} …\n"
                 "Is the text written in that language, and was the model trained on it?"
             )

@@ -114,10 +114,10 @@ def detect_languages(
     return _fill_gaps(filled, speakers, counts)
 
 
-def language_of(text: str, known: Collection[str]) -> str:
-    """Return the language of a text: the only one of those `known` in its script, else by statistics."""
+def language_of(text: str, known: Collection[str], usual: str = "") -> str:
+    """Return the language of a text: the only one of those `known` in its script, by statistics, or `usual`."""
     near = [code for code in _languages_by_script().get(_script_of(text), ()) if code in known]
-    return near[0] if len(near) == 1 else detect_languages([text], [""])[0]
+    return near[0] if len(near) == 1 else detect_languages([text], [""], {("", ""): usual} if usual else None)[0]
 
 
 def _script_of(text: str) -> str:
