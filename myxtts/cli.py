@@ -504,9 +504,13 @@ def _prepare(options: argparse.Namespace) -> None:
 
 def _prepare_sharded(options: argparse.Namespace, data: DataSettings) -> DataSettings | None:
     """Make a sharded corpus, or a share of it; return the settings that open it once it is finished."""
-    from myxtts.data.jobs import JobOptions, prepare_sharded, share_of
+    from myxtts.data.jobs import JobOptions, prepare_sharded, prune_sharded, share_of
     from myxtts.terminal import ProgressLines
 
+    if data.train_data is None and options.prune:
+        if not prune_sharded(options.out):
+            _say(f"{options.out} has only what it names")
+        return None
     if data.train_data is None:
         raise ConfigError("prepare --out: say what the corpus is made of, with --train-data SOURCE")
     if data.val_data is not None:

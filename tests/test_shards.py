@@ -301,6 +301,23 @@ def test_prepare_says_what_it_could_delete(
     assert "--prune" not in said("--prune")
 
 
+def test_prune_needs_no_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = write_corpus(tmp_path / "a", SENTENCES[:3]), tmp_path / "out"
+    shard(folder, out)
+    sf.write(folder / "wavs" / "clip001.wav", make_voice(1.7, seed=99), 22050, subtype="PCM_16")
+    assert shard(folder, out).unnamed
+    shutil.rmtree(folder)
+    prune = ["prepare", "--prune", "--out"]
+    with jobs._held(Location(str(out))):
+        assert main([*prune, str(out)]) == 0 and "has only what it names" not in capsys.readouterr().out
+    assert main([*prune, str(out)]) == 0 and "has only what it names" in capsys.readouterr().out
+    before = tree(out)
+    assert main([*prune, str(out)]) == 0 and tree(out) == before
+    assert len(opened(out, val_fraction=0).train) == 3 and not jobs.prune_sharded(out)
+    assert main([*prune, str(tmp_path)]) == 2 and "is no finished corpus" in capsys.readouterr().err
+    assert not (tmp_path / ".held").exists()
+
+
 def test_a_corpus_on_nfs_is_locked(clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There `flock` needs a file that may be read to share it, and one that may be written to have it alone."""
     lock = jobs.fcntl.flock

@@ -360,6 +360,25 @@ def share_of(text: str | None) -> tuple[int, int]:
     raise ConfigError(f"--shard {text}: expected K/N with K from 0 to N-1, such as 0/8 to 7/8")
 
 
+def _to_write(out: Path) -> Location:
+    corpus = refuse_query(location_of(out))
+    if corpus.store.startswith("http"):
+        raise ConfigError(f"--out {corpus}: web servers are only read. Write to a folder, s3:// or gs://.")
+    return corpus
+
+
+def prune_sharded(out: Path) -> int:
+    """Delete what the corpus at `out` does not name; return its bytes if they stay, as a prepare adds to it."""
+    corpus = _to_write(out)
+    if read_corpus_file(corpus) is None:
+        raise ConfigError(f"--prune: {out} is no finished corpus, it has no corpus.json. Name one with --out.")
+    try:
+        with _held(corpus) as find_other:
+            return _prune(corpus, find_other)
+    except OSError as error:
+        raise cannot_write(Path(corpus.path), error, "--out CORPUS") from error
+
+
 def prepare_sharded(
     data: DataSettings, out: Path, options: JobOptions, base: Path | None, progress: Progress
 ) -> Outcome:
@@ -367,12 +386,10 @@ def prepare_sharded(
 
     A new corpus has the tokenizer that is named, else that of `base` if it has the languages, else one of its own.
     """
-    corpus = refuse_query(location_of(out))
+    corpus = _to_write(out)
     workers = min(data.num_workers, usable_cores())
     runner: Runner = run_on_ray if options.on == "ray" else lambda jobs: run_here(workers, jobs)
     (first, step), place = options.share, Path(corpus.path)
-    if corpus.store.startswith("http"):
-        raise ConfigError(f"--out {corpus}: web servers are only read. Write to a folder, s3:// or gs://.")
     given = [source.folder.absolute() for source in data.sources]
     if corpus.is_local and (place in given or any((place / name).is_file() for name in METADATA_FILES)):
         raise ConfigError(f"--out {out} holds recordings, and later starts would no longer see them: name another")
