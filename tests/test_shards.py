@@ -301,6 +301,32 @@ def test_prepare_says_what_it_could_delete(
     assert "--prune" not in said("--prune")
 
 
+def test_a_corpus_is_not_made_among_other_files(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "a", SENTENCES[:3])
+    for name in ("run/settings.yaml", "tars/shards/0001.tar", "many/1", "many/2", "many/3", "many/4", "many/5"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    before = sorted(tmp_path.rglob("*"))
+    for name, held in (("run", "settings.yaml"), ("tars", "shards/0001.tar"), ("many", "1, 2, 3, 4, …")):
+        with pytest.raises(ConfigError) as refused:
+            shard(folder, tmp_path / name)
+        expected = f"holds no corpus but {held}. Name an empty folder: --out {tmp_path / name}/corpus"
+        assert expected in str(refused.value)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert shard(folder, tmp_path / "run" / "corpus").made
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / ".hidden").touch()
+    assert shard(folder, tmp_path / "mine").made
+    (tmp_path / "mine" / "README").touch()
+    assert shard(folder, tmp_path / "mine").made == 0
+    (tmp_path / "mine" / "corpus.json").unlink()
+    assert shard(folder, tmp_path / "mine").waiting == 0, "it was begun"
+    (tmp_path / "mine" / "README").unlink()
+    for name in ("corpus.json", ".held"):
+        (tmp_path / "mine" / name).unlink()
+    assert shard(folder, tmp_path / "mine").made == 0, "of an older version"
+
+
 def test_prune_needs_no_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = write_corpus(tmp_path / "a", SENTENCES[:3]), tmp_path / "out"
     shard(folder, out)

@@ -59,6 +59,7 @@ CRASHES = 3  # at the same recording, after which it is set aside
 RAY_RETRIES = 16  # of a task whose machine is lost
 _LOOKUPS = 16  # packages that are looked for at once
 _PACKAGE = re.compile(r"(?:shards/|ids-[0-9a-f]+/|(?=index-))((?:index-)?[0-9a-f]{20})/")
+_OWN = re.compile(r"vocab\.json|shards|(shards/|index-|ids-)(making-)?[0-9a-f]+")
 
 _log = logging.getLogger(__name__)
 _starting = threading.Lock()  # processes are started and end one at a time
@@ -379,6 +380,14 @@ def prune_sharded(out: Path) -> int:
         raise cannot_write(Path(corpus.path), error, "--out CORPUS") from error
 
 
+def _others(place: Path) -> list[str]:
+    """Return what a folder holds besides a corpus; nothing of one in which a corpus was begun."""
+    if (place / "corpus.json").exists() or (place / ".held").exists():
+        return []
+    names = (str(path.relative_to(place)) for parent in ("", "shards/") for path in place.glob(f"{parent}[!.]*"))
+    return sorted(name for name in names if not _OWN.fullmatch(name))
+
+
 def prepare_sharded(
     data: DataSettings, out: Path, options: JobOptions, base: Path | None, progress: Progress
 ) -> Outcome:
@@ -393,6 +402,9 @@ def prepare_sharded(
     given = [source.folder.absolute() for source in data.sources]
     if corpus.is_local and (place in given or any((place / name).is_file() for name in METADATA_FILES)):
         raise ConfigError(f"--out {out} holds recordings, and later starts would no longer see them: name another")
+    if others := _others(place) if corpus.is_local else []:
+        held = ", ".join(others[:4]) + ", …" * (len(others) > 4)
+        raise ConfigError(f"--out {out} holds no corpus but {held}. Name an empty folder: --out {out / 'corpus'}")
     try:
         if corpus.is_local:
             (place / "shards").mkdir(parents=True, exist_ok=True)
