@@ -489,11 +489,12 @@ def _gpu_readings(folder: Path) -> Callable[[], list[dict[str, Any]]]:
 def _prepare(options: argparse.Namespace) -> None:
     data = _load_data(options)
     from myxtts.data.prepare import prepare
+    from myxtts.data.shards import url_of
     from myxtts.terminal import ProgressLines, show_corpus
 
     if options.out is not None:
         if (finished := _prepare_sharded(options, data)) is not None:
-            show_corpus(prepare(finished, ProgressLines()))
+            show_corpus(prepare(finished, ProgressLines()), made=url_of(options.out))
         return
     if options.shard is not None or options.on != "local" or options.prune:
         raise ConfigError("--on, --prune and --shard make a sharded corpus: say where, with --out CORPUS")
