@@ -505,14 +505,10 @@ def _prepare(options: argparse.Namespace) -> None:
 
 def _prepare_sharded(options: argparse.Namespace, data: DataSettings) -> DataSettings | None:
     """Make a sharded corpus, or a share of it; return the settings that open it once it is finished."""
-    from myxtts.data.jobs import JobOptions, prepare_sharded, prune_sharded, share_of
+    from myxtts.data.jobs import JobOptions, prepare_sharded, share_of
     from myxtts.terminal import ProgressLines
 
-    if data.train_data is None and options.prune:
-        if not prune_sharded(options.out):
-            _say(f"{options.out} has only what it names")
-        return None
-    if data.train_data is None:
+    if data.train_data is None and not options.prune:
         raise ConfigError("prepare --out: say what the corpus is made of, with --train-data SOURCE")
     if data.val_data is not None:
         raise ConfigError("prepare --out: --val-data is a corpus of its own; prepare it with another --out")
@@ -529,7 +525,7 @@ def _prepare_sharded(options: argparse.Namespace, data: DataSettings) -> DataSet
     if done.waiting:
         _say(f"{done.waiting} are made by other processes; the last one finishes the corpus")
         return None
-    return replace(data, train_data=options.out, val_data=None, tokenizer=None)
+    return replace(data, train_data=options.out, tokenizer=None) if data.train_data is not None else None
 
 
 def _vocabulary(options: argparse.Namespace) -> None:

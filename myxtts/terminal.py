@@ -290,10 +290,7 @@ def _clock(seconds: float) -> str:
 
 
 def show_corpus(prepared: PreparedCorpus, *, brief: bool = False, made: str | None = None) -> None:
-    """Print what a corpus holds, and how much was set aside for which reason; `brief` is a line of each.
-
-    `made` is where a sharded corpus was made.
-    """
+    """Print what a corpus holds, what was set aside, and where it was `made`; `brief` is a line of each."""
     both = (prepared.train, prepared.val)
     speakers = _counted(prepared.speaker_names, np.concatenate([clips.speakers for clips in both]))
     languages = _counted(LANGUAGES, np.concatenate([clips.languages for clips in both]))

@@ -137,9 +137,7 @@ def open_source(text: str) -> list[Unit]:
     """Return the units of a folder, a file or several, sorted by name; the content tells the kind."""
     folder = Location.parse(text)
     if folder.is_local and (Path(text) / "corpus.json").is_file():
-        raise DatasetError(
-            f"{folder} is a sharded corpus: train on it, or name the sources that it was made from."
-        )
+        raise DatasetError(f"{folder} is a sharded corpus: train on it, or name the sources it was made from.")
     if folder.is_local and any((Path(text) / name).is_file() for name in METADATA_FILES):
         return _folder_units(Path(text))
     root, entries = _files(text)
