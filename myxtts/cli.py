@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from myxtts import __version__, config
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
-from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
+from myxtts.errors import INSTALL_EXTRA, NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
 from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
@@ -860,7 +860,7 @@ def _listening(options: argparse.Namespace) -> Iterator[Judge | None]:
 def _serve(options: argparse.Namespace) -> None:
     needed = ("starlette", "uvicorn", "websockets", "python_multipart")
     if missing := [name for name in needed if find_spec(name) is None]:
-        cure = f"{sys.executable} -m pip install 'myxtts[serve]'"
+        cure = f"{sys.executable} -m {INSTALL_EXTRA.format('serve')}"
         raise ConfigError(f"the server needs the packages {', '.join(missing)}. Install them:\n  {cure}")
     from myxtts.devices import device_named, work_on
     from myxtts.web.limits import Limits

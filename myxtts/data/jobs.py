@@ -50,7 +50,7 @@ from myxtts.data.shards import (
 )
 from myxtts.data.sources import Unit, open_source
 from myxtts.data.store import cannot_write, checked_json, is_locked_alone, only_process, user_cache
-from myxtts.errors import ConfigError, DatasetError, MyXTTSError, Progress, progress_bar
+from myxtts.errors import INSTALL_EXTRA, ConfigError, DatasetError, MyXTTSError, Progress, progress_bar
 from myxtts.host import usable_cores
 from myxtts.text.tokenizer import Tokenizer, train
 
@@ -211,7 +211,7 @@ def _ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError:
-        raise ConfigError("--on ray needs Ray: pip install 'myxtts[ray]' on every machine") from None
+        raise ConfigError(f"--on ray needs Ray: {INSTALL_EXTRA.format('ray')}, on every machine") from None
     if not ray.is_initialized():
         try:
             ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level=logging.WARNING)
