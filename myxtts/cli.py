@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from myxtts import __version__, config
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
-from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
+from myxtts.errors import INSTALL_EXTRA, NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
 from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
@@ -489,11 +489,12 @@ def _gpu_readings(folder: Path) -> Callable[[], list[dict[str, Any]]]:
 def _prepare(options: argparse.Namespace) -> None:
     data = _load_data(options)
     from myxtts.data.prepare import prepare
+    from myxtts.data.shards import url_of
     from myxtts.terminal import ProgressLines, show_corpus
 
     if options.out is not None:
         if (finished := _prepare_sharded(options, data)) is not None:
-            show_corpus(prepare(finished, ProgressLines()))
+            show_corpus(prepare(finished, ProgressLines()), made=url_of(options.out))
         return
     if options.shard is not None or options.on != "local" or options.prune:
         raise ConfigError("--on, --prune and --shard make a sharded corpus: say where, with --out CORPUS")
@@ -507,7 +508,7 @@ def _prepare_sharded(options: argparse.Namespace, data: DataSettings) -> DataSet
     from myxtts.data.jobs import JobOptions, prepare_sharded, share_of
     from myxtts.terminal import ProgressLines
 
-    if data.train_data is None:
+    if data.train_data is None and not options.prune:
         raise ConfigError("prepare --out: say what the corpus is made of, with --train-data SOURCE")
     if data.val_data is not None:
         raise ConfigError("prepare --out: --val-data is a corpus of its own; prepare it with another --out")
@@ -524,7 +525,7 @@ def _prepare_sharded(options: argparse.Namespace, data: DataSettings) -> DataSet
     if done.waiting:
         _say(f"{done.waiting} are made by other processes; the last one finishes the corpus")
         return None
-    return replace(data, train_data=options.out, val_data=None, tokenizer=None)
+    return replace(data, train_data=options.out, tokenizer=None) if data.train_data is not None else None
 
 
 def _vocabulary(options: argparse.Namespace) -> None:
@@ -858,7 +859,7 @@ def _listening(options: argparse.Namespace) -> Iterator[Judge | None]:
 def _serve(options: argparse.Namespace) -> None:
     needed = ("starlette", "uvicorn", "websockets", "python_multipart")
     if missing := [name for name in needed if find_spec(name) is None]:
-        cure = f"{sys.executable} -m pip install 'myxtts[serve]'"
+        cure = f"{sys.executable} -m {INSTALL_EXTRA.format('serve')}"
         raise ConfigError(f"the server needs the packages {', '.join(missing)}. Install them:\n  {cure}")
     from myxtts.devices import device_named, work_on
     from myxtts.web.limits import Limits

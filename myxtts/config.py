@@ -284,7 +284,7 @@ class DataSettings:
     """Size of a vocabulary trained on the corpus. 1024 suits one language and up to a few dozen hours; XTTS-v2
     uses 6681 for seventeen languages. Has no effect when `tokenizer` is given."""
     use_phonemes: bool = setting(False)
-    """Feeds phonemes from espeak-ng to the model instead of letters. Needs the extra `myxtts[phonemes]` and a
+    """Feeds phonemes from espeak-ng to the model instead of letters. Needs the extra `phonemes` and a
     model trained that way; XTTS-v2's weights expect letters."""
 
     cache_dir: Path | None = setting(None, metavar="DIR")

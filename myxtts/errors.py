@@ -9,6 +9,8 @@ from typing import Protocol
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+INSTALL_EXTRA = "pip install -e '.[{}]' in the folder of MyXTTS"  # it is not on PyPI
+
 
 def printable(text: str) -> str:
     """Return text with control characters and changes of direction escaped, which could disguise a message.

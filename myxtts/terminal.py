@@ -289,8 +289,8 @@ def _clock(seconds: float) -> str:
     return (f"{whole.days} d " if whole.days else "") + f"{clock}{whole.seconds % 60:02d}"
 
 
-def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
-    """Print what a corpus holds, and how much was set aside for which reason; `brief` is a line of each."""
+def show_corpus(prepared: PreparedCorpus, *, brief: bool = False, made: str | None = None) -> None:
+    """Print what a corpus holds, what was set aside, and where it was `made`; `brief` is a line of each."""
     both = (prepared.train, prepared.val)
     speakers = _counted(prepared.speaker_names, np.concatenate([clips.speakers for clips in both]))
     languages = _counted(LANGUAGES, np.concatenate([clips.languages for clips in both]))
@@ -327,7 +327,7 @@ def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
         where = f"In {', '.join(unnamed)}: " if has_several else ""
         give = "give the folder as DIR:single-speaker" if has_several else "train with --single-speaker"
         show_lines([f"Hint: {where}{NO_SPEAKERS.format(give=give)}"])
-    show_lines([f"Ready: cache in {prepared.root}"])
+    show_lines([f"Ready: {f'corpus in {made}' if made else f'cache in {prepared.root}'}"])
 
 
 def _counted(names: Sequence[str], numbers: Rows) -> Counter[str]:

@@ -355,7 +355,7 @@ def test_the_command_explains_itself_and_refuses_nonsense(tmp_path: Path, capsys
     path = recording(tmp_path / "a.wav", sentences(2))
     assert cli.main(["collect", str(path), "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
-    assert "make judge" in message and "pip install 'myxtts[collect]'" in message
+    assert "make judge" in message and "pip install -e '.[collect]'" in message
     with pytest.raises(SystemExit):
         cli.main(["collect", str(path), "--out", str(tmp_path / "out"), "--speakers", "many"])
     assert "neither a number of speakers" in capsys.readouterr().err

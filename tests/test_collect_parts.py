@@ -247,7 +247,7 @@ def test_video_is_decoded_with_pyav_and_named_if_that_is_missing(tmp_path: Path,
     (tmp_path / "film.mp4").write_bytes(b"\0" * 2000)
     with pytest.raises(UnusableAudio) as caught:
         Recording(tmp_path / "film.mp4")
-    assert caught.value.reason == "needs PyAV" and "myxtts[collect]" in caught.value.detail
+    assert caught.value.reason == "needs PyAV" and "pip install -e '.[collect]'" in caught.value.detail
     monkeypatch.undo()
     av = pytest.importorskip("av")
     voice = spoken(sentences(1)[0], rate=48000)

@@ -128,7 +128,7 @@ def test_refused_access_names_the_variables(s3: LoopbackStore, monkeypatch: pyte
     with pytest.raises(ConfigError, match="must start with https"):
         Location.parse("s3://third/a").read()
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(DatasetError, match=r"pip install 'myxtts\[cloud\]'"):
+    with pytest.raises(DatasetError, match=r"pip install -e '\.\[cloud\]' in the folder of MyXTTS"):
         Location.parse("s3://other/a").read()
 
 

@@ -191,7 +191,7 @@ def test_fingerprint_follows_tables_and_package_versions(tmp_path: Path, monkeyp
 # Phonemes.
 
 installed = importlib.util.find_spec("espeakng_loader") or ctypes.util.find_library("espeak-ng")
-needs_espeak = pytest.mark.skipif(not installed, reason='needs espeak-ng: pip install "myxtts[phonemes]"')
+needs_espeak = pytest.mark.skipif(not installed, reason="needs espeak-ng: pip install -e '.[phonemes]'")
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
     monkeypatch.setattr(ctypes.util, "find_library", lambda _: None)
     for call in (lambda: phonemize(["hello"], "en"), phonemes_fingerprint):
-        with pytest.raises(ConfigError, match=r'pip install "myxtts\[phonemes\]"'):
+        with pytest.raises(ConfigError, match=r"pip install -e '\.\[phonemes\]'"):
             call()
 
 

@@ -147,5 +147,5 @@ def test_a_taken_port_and_missing_packages_are_explained(monkeypatch: pytest.Mon
     with pages.listen(pages.LOOPBACK, 0) as taken, pytest.raises(ConfigError, match="Choose another address"):
         pages.listen(pages.LOOPBACK, taken.getsockname()[1])
     monkeypatch.setattr(pages, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"pip install 'myxtts\[serve\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[serve\]'"):
         pages.require_packages()

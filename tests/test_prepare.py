@@ -294,7 +294,7 @@ def test_where_the_language_comes_from(make_corpus, run_prepare: Prepare, capsys
 def test_phonemes_change_the_ids_and_cost_clips_in_languages_without_a_voice(
     corpus: Path, run_prepare: Prepare
 ) -> None:
-    pytest.importorskip("espeakng_loader", reason="needs the extra myxtts[phonemes]")
+    pytest.importorskip("espeakng_loader", reason="needs the extra phonemes")
     letters = run_prepare(corpus).train
     sounds = run_prepare(corpus, use_phonemes=True).train
     row = letters.ids_rows[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -46,6 +47,10 @@ def test_every_command_of_a_page_is_understood(page: Path) -> None:
     for words in commands_of(page):
         if words[0] == "make":
             assert words[1] in targets, words
+            continue
+        if words[0].endswith("/pip"):
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert words[1:-1] == ["install", "-e"] and words[-1][2:-1] in extras, words
             continue
         if script := next((ROOT / word for word in words if word.startswith(SCRIPT_FOLDERS)), None):
             source = script.read_text(encoding="utf-8")

@@ -683,4 +683,4 @@ def test_mistakes_of_the_command(
     assert "Cannot listen" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "websockets", None)
     assert main(["serve", "--model", str(folder)]) == 2
-    assert "pip install 'myxtts[serve]'" in capsys.readouterr().err
+    assert "pip install -e '.[serve]'" in capsys.readouterr().err

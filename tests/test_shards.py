@@ -291,7 +291,8 @@ def test_prepare_says_what_it_could_delete(
         assert main(["prepare", "--train-data", str(folder), "--out", str(out), *flags]) == 0
         return "".join(capsys.readouterr())
 
-    assert "--prune" not in said()
+    first = said()
+    assert "--prune" not in first and first.endswith(f"Ready: corpus in {out}\n")
     sf.write(folder / "wavs" / "clip001.wav", make_voice(1.7, seed=99), 22050, subtype="PCM_16")
     assert re.search(
         r"does not name [\d.]+ MB: --prune deletes them\nRuns that began earlier may read them", said()
@@ -299,6 +300,75 @@ def test_prepare_says_what_it_could_delete(
     with jobs._held(Location(str(out))):
         assert "--prune" not in said("--prune") and "Nothing is deleted" in caplog.text
     assert "--prune" not in said("--prune")
+
+
+def test_a_corpus_is_not_made_among_other_files(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "a", SENTENCES[:3])
+    for name in ("run/settings.yaml", "many/1", "many/2", "many/3", "many/4", "many/5"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    before = sorted(tmp_path.rglob("*"))
+    for name, held in (("run", "settings.yaml"), ("many", "1, 2, 3, 4, …")):
+        with pytest.raises(ConfigError) as refused:
+            shard(folder, tmp_path / name)
+        expected = f"holds no corpus but {held}. Name an empty folder: --out {tmp_path / name}/corpus"
+        assert expected in str(refused.value)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert shard(folder, tmp_path / "run" / "corpus").made
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / ".hidden").touch()
+    assert shard(folder, tmp_path / "mine").made
+    (tmp_path / "mine" / "README").touch()
+    assert shard(folder, tmp_path / "mine").made == 0
+    (tmp_path / "mine" / "corpus.json").unlink()
+    assert shard(folder, tmp_path / "mine").waiting == 0, "it was begun"
+    (tmp_path / "mine" / "README").unlink()
+    for name in ("corpus.json", ".held"):
+        (tmp_path / "mine" / name).unlink()
+    assert shard(folder, tmp_path / "mine").made == 0, "of an older version"
+
+
+def test_options_of_a_source_name_its_speakers(
+    spoken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nobody, (one, other) = write_corpus(tmp_path / "a", SENTENCES[:4]), (tmp_path / "one", tmp_path / "other")
+
+    def speakers(out: Path, *sources: CorpusSource) -> set[str]:
+        shard(nobody, out, train_data=sources)
+        prepared = opened(out, val_fraction=0)
+        return {prepared.speaker_names[number] for number in prepared.train.speakers}
+
+    named = CorpusSource(spoken, speakers="x", single_speaker=True)
+    assert speakers(one, CorpusSource(nobody, single_speaker=True)) == {"a"}
+    both = speakers(one, CorpusSource(nobody, speakers="lj", single_speaker=True), named)
+    assert both == {"a", "x/speaker 0", "x/speaker 1", "x/speaker 2"} and "no speaker" not in caplog.text
+    single = CorpusSource(nobody, speakers="lj", single_speaker=True)
+    assert speakers(tmp_path / "lj", single) == {"lj"} and "no speaker" not in caplog.text
+    assert speakers(other, CorpusSource(nobody)) == {""} and "no speaker" not in caplog.text
+    for source in (single, CorpusSource(nobody, speakers="lj")):
+        caplog.clear()
+        assert speakers(other, source) == {""}
+        assert "4 clips of" in caplog.text and f"corpus of {nobody}:single-speaker,speakers=lj" in caplog.text
+
+
+def test_prune_needs_no_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = write_corpus(tmp_path / "a", SENTENCES[:3]), tmp_path / "out"
+    shard(folder, out)
+    sf.write(folder / "wavs" / "clip001.wav", make_voice(1.7, seed=99), 22050, subtype="PCM_16")
+    assert shard(folder, out).unnamed
+    shutil.rmtree(folder)
+    prune = ["prepare", "--prune", "--out"]
+    with jobs._held(Location(str(out))):
+        before = tree(out)
+        assert main([*prune, str(out)]) == 0 and tree(out) == before
+    assert main([*prune, str(out)]) == 0 and len(tree(out)) < len(before)
+    before = tree(out)
+    assert main([*prune, str(out)]) == 0 and tree(out) == before
+    assert len(opened(out, val_fraction=0).train) == 3
+    capsys.readouterr()
+    (tmp_path / "other").mkdir()
+    assert main([*prune, str(tmp_path / "other")]) == 2 and "is no finished corpus" in capsys.readouterr().err
+    assert not list((tmp_path / "other").iterdir())
 
 
 def test_a_corpus_on_nfs_is_locked(clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +524,7 @@ def test_a_damaged_shard_is_named_and_made_anew(tmp_path: Path) -> None:
     shutil.rmtree(index.parent)
     assert shard(corpus, out).made == 0 and tree(out).keys() == before.keys()
     shutil.rmtree(damaged.parent)
-    with pytest.raises(DatasetError, match="recordings are not in the sources"):
+    with pytest.raises(DatasetError, match="the sources given lack its recordings"):
         shard(write_corpus(tmp_path / "b", SENTENCES[:2]), out)
     assert shard(corpus, out).made == 1 and tree(out) == before
 
@@ -547,7 +617,7 @@ def test_what_cannot_be_made_is_refused_and_leaves_nothing(tmp_path: Path, small
     with pytest.raises(DatasetError, match=r"No room(.|\n)*with --out CORPUS"):
         shard(corpus, small_disk / "out")
     assert not list((small_disk / "out").rglob("making-*")) and not (small_disk / "out" / "corpus.json").exists()
-    with pytest.raises(ConfigError, match="weights and single-speaker"):
+    with pytest.raises(ConfigError, match="weights are for training: --train-data CORPUS:2"):
         shard(corpus, tmp_path / "out", train_data=(CorpusSource(corpus, weight=2.0),))
     with pytest.raises(ConfigError, match="a signed URL opens one file") as refused:
         opened("https://store/corpus?X-Amz-Signature=secret")

@@ -26,7 +26,7 @@ import numpy as np
 
 from myxtts.audio import Wave
 from myxtts.config import LANGUAGES
-from myxtts.errors import ConfigError, PipelineError
+from myxtts.errors import INSTALL_EXTRA, ConfigError, PipelineError
 from myxtts.host import usable_cores
 
 SCRIPT = Path(__file__).with_name("listen.py")
@@ -37,7 +37,7 @@ INSTALL = (
     "In a checkout of MyXTTS, make judge does this."
 )
 _WITHOUT_SPEAKERS = (
-    "If you name the speakers, pip install 'myxtts[collect]' is enough: it has voice activity and words (200 MB)."
+    f"If you name the speakers, {INSTALL_EXTRA.format('collect')} is enough: voice activity and words (200 MB)."
 )
 _SHOWN_LINES = 8
 _THREADS = 4  # of one hearing; more give little

@@ -19,7 +19,7 @@ import soundfile as sf
 import soxr
 
 from myxtts.audio import DAMAGED, EXTENSIONS, UnusableAudio, Wave, check_complete, write
-from myxtts.errors import ConfigError
+from myxtts.errors import INSTALL_EXTRA, ConfigError
 
 BLOCK_S = 60.0
 SCRIPTS = (".txt", ".srt", ".vtt")
@@ -139,7 +139,7 @@ class Recording:
                 if not find_spec("av"):
                     raise UnusableAudio(DAMAGED if self.damage else "not audio", self.damage or why) from None
         if not find_spec("av"):
-            raise UnusableAudio("needs PyAV", "pip install 'myxtts[collect]', then call collect again")
+            raise UnusableAudio("needs PyAV", f"{INSTALL_EXTRA.format('collect')}, then call collect again")
         return self._held.enter_context(_AvFile(self.path))
 
     def __enter__(self) -> Recording:

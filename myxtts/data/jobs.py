@@ -50,7 +50,7 @@ from myxtts.data.shards import (
 )
 from myxtts.data.sources import Unit, open_source
 from myxtts.data.store import cannot_write, checked_json, is_locked_alone, only_process, user_cache
-from myxtts.errors import ConfigError, DatasetError, MyXTTSError, Progress, progress_bar
+from myxtts.errors import INSTALL_EXTRA, ConfigError, DatasetError, MyXTTSError, Progress, progress_bar
 from myxtts.host import usable_cores
 from myxtts.text.tokenizer import Tokenizer, train
 
@@ -79,9 +79,7 @@ class ShardJob:
 
     def run(self, report: Callable[[int], object], skip: set[int]) -> None:
         if self.spec.name != self.target.name:
-            raise DatasetError(
-                "This machine has other versions of MyXTTS or its libraries than the one that planned"
-            )
+            raise DatasetError("This machine has other versions of MyXTTS or its libraries than that of the plan")
         write_shard(self.spec, self.target, report, skip)
 
 
@@ -213,7 +211,7 @@ def _ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError:
-        raise ConfigError("--on ray needs Ray: pip install 'myxtts[ray]' on every machine") from None
+        raise ConfigError(f"--on ray needs Ray: {INSTALL_EXTRA.format('ray')}, on every machine") from None
     if not ray.is_initialized():
         try:
             ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level=logging.WARNING)
@@ -244,6 +242,7 @@ class Plan(NamedTuple):
     sources: list[str]
     kept: list[dict[str, Any]]  # shards that the corpus has, damaged ones included
     jobs: list[ShardJob]
+    specs: list[ShardSpec]  # of the sources given, without units
 
     @property
     def names(self) -> list[str]:
@@ -259,17 +258,16 @@ def make_plan(corpus: Location, data: DataSettings, shard_mb: float) -> Plan:
     wanted: list[tuple[ShardSpec, list[Unit]]] = []
     for given in data.sources:
         location = location_of(given.folder)
-        if given.weight != 1 or given.single_speaker:
-            raise ConfigError(
-                f"{location}: weights and single-speaker are given when training, not when preparing"
-            )
+        if given.weight != 1:
+            raise ConfigError(f"{location}: weights are for training: --train-data CORPUS:{given.weight:g}")
         text = str(given.folder.absolute()) if location.is_local else str(location)
         number = sources.index(text) if text in sources else len(sources)
         sources += [text] if number == len(sources) else []
-        label = f"{location.name or given.folder.absolute().name}" if number else ""
+        folder = location.name or given.folder.absolute().name
+        label = folder if number else ""
         options, language = DecodeOptions.of(data), given.language or data.language
-        speakers = given.speakers or label
-        spec = ShardSpec((), number, label, speakers, language, options, data.use_phonemes)
+        speakers, person = given.speakers or label, (given.speakers or folder) if given.single_speaker else ""
+        spec = ShardSpec((), number, label, speakers, language, options, data.use_phonemes, person)
         wanted.append((spec, sorted(open_source(url_of(given.folder)), key=lambda unit: unit.name)))
     offered = {(spec.source, unit.name): unit for spec, units in wanted for unit in units}
     kept = [shard for shard in recorded if not _is_stale(shard, offered)]
@@ -286,7 +284,7 @@ def make_plan(corpus: Location, data: DataSettings, shard_mb: float) -> Plan:
             jobs.append(ShardJob(own, corpus / "shards" / own.name))
     found = _found([corpus / "shards" / shard["name"] for shard in kept])
     jobs += [_repair(shard, wanted, corpus) for shard, package in zip(kept, found, strict=True) if package is None]
-    return Plan(body, sources, kept, jobs)
+    return Plan(body, sources, kept, jobs, [spec for spec, _ in wanted])
 
 
 def _is_stale(shard: dict[str, Any], offered: dict[tuple[int, str], Unit]) -> bool:
@@ -296,9 +294,7 @@ def _is_stale(shard: dict[str, Any], offered: dict[tuple[int, str], Unit]) -> bo
         return False
     if gone := [name for name, _, unit in units if unit is None]:
         changed = next(name for name, key, unit in units if unit is not None and unit.key != key)
-        what = (
-            f"{changed} has changed, and its shard {shard['name']} also holds {gone[0]}, which is no longer there"
-        )
+        what = f"{changed} has changed, and its shard {shard['name']} also holds {gone[0]}, which is gone"
         raise DatasetError(f"{what}.\nRestore {gone[0]}, or prepare the corpus again in another folder.")
     return True
 
@@ -324,9 +320,7 @@ def _repair(shard: dict[str, Any], wanted: Sequence[tuple[ShardSpec, list[Unit]]
             again = replace(spec, units=tuple(own[name] for name, _ in shard["units"]))
             if again.name == shard["name"]:
                 return ShardJob(again, corpus / "shards" / again.name)
-    what = (
-        f"Shard {shard['name']} of {corpus} is missing or damaged, and its recordings are not in the sources given"
-    )
+    what = f"Shard {shard['name']} of {corpus} is missing or damaged, and the sources given lack its recordings"
     raise DatasetError(f"{what}, or the settings are others.\nGive the same sources and settings as before.")
 
 
@@ -366,6 +360,7 @@ def prepare_sharded(
     """Make the shards that the corpus at `out` lacks, or a share of them; join all when the last is there.
 
     A new corpus has the tokenizer that is named, else that of `base` if it has the languages, else one of its own.
+    Without sources a corpus is only pruned.
     """
     corpus = refuse_query(location_of(out))
     workers = min(data.num_workers, usable_cores())
@@ -376,10 +371,19 @@ def prepare_sharded(
     given = [source.folder.absolute() for source in data.sources]
     if corpus.is_local and (place in given or any((place / name).is_file() for name in METADATA_FILES)):
         raise ConfigError(f"--out {out} holds recordings, and later starts would no longer see them: name another")
+    is_begun = any((place / name).exists() for name in ("corpus.json", ".held", "shards"))
+    if corpus.is_local and not is_begun and (others := sorted(path.name for path in place.glob("[!.]*"))):
+        held = ", ".join(others[:4]) + ", …" * (len(others) > 4)
+        raise ConfigError(f"--out {out} holds no corpus but {held}. Name an empty folder: --out {out / 'corpus'}")
+    body = None if given else read_corpus_file(corpus)
+    if body is None and not given:
+        raise ConfigError(f"--prune: {out} is no finished corpus, it has no corpus.json. Name one with --out.")
     try:
         if corpus.is_local:
             (place / "shards").mkdir(parents=True, exist_ok=True)
         with _held(corpus) as find_other:
+            if body is not None:
+                return Outcome(0, len(body["shards"]), 0, _prune(corpus, find_other))
             remove_leftovers(corpus)
             plan = make_plan(corpus, data, options.shard_mb)
             mine = plan.jobs[first::step]
@@ -434,7 +438,7 @@ def _finish(
         opened = ShardedCorpus(corpus, cache, body)
         if plan.body is not None:
             opened.require(data, plan.body["params"])
-        _warn_of_repeated(opened, plan.sources)
+        _warn_of_clips(opened, plan)
         tokenizer = _vocabulary(opened, plan, data, base)
     folder = corpus / ids_folder(tokenizer)
     jobs = [IdsJob(shard.location, folder / shard.location.name, tokenizer.to_json()) for shard in shards]
@@ -448,9 +452,15 @@ def _finish(
         cut_off.unlink(missing_ok=True)  # of a process that was killed: only one at a time finishes a corpus
 
 
-def _warn_of_repeated(opened: ShardedCorpus, sources: Sequence[str]) -> None:
-    """Say how many clips have the same samples as one of another source."""
+def _warn_of_clips(opened: ShardedCorpus, plan: Plan) -> None:
+    """Say how many clips options have not given a speaker, and how many have the samples of another source's."""
     hashes, source, samples = (opened.index[name] for name in ("hash", "source", "num_samples"))
+    sources, nobody = plan.sources, opened.speakers.index("") if "" in opened.speakers else -1
+    for spec in [spec for spec in plan.specs if spec.person or spec.speakers != spec.label]:
+        if count := np.count_nonzero((opened.index["speaker"] == nobody) & (source == spec.source)):
+            one = f"{sources[spec.source]}:single-speaker,speakers={spec.speakers or spec.person}"
+            what = "%d clips of %s have no speaker, and keep none. If one person speaks, make another corpus of %s"
+            _log.warning(what, count, sources[spec.source], one)
     order = np.lexsort((source, hashes)) if len(sources) > 1 else np.arange(0)
     first, again = order[:-1], order[1:]
     is_again = (hashes[first] == hashes[again]) & (source[first] != source[again])

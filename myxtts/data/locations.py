@@ -30,7 +30,7 @@ import xxhash
 
 from myxtts.config import DataSettings
 from myxtts.data.store import cannot_write, only_process, refuse_folder, user_cache
-from myxtts.errors import ConfigError, DatasetError
+from myxtts.errors import INSTALL_EXTRA, ConfigError, DatasetError
 from myxtts.files import write_atomically
 from myxtts.observe.trace import Trace
 
@@ -285,7 +285,7 @@ def _client(store: str, query: str, process: int, is_trusted: bool) -> tuple[Any
         import obstore.exceptions
         import obstore.store
     except ImportError:
-        raise DatasetError(f"{store} is remote: run pip install 'myxtts[cloud]' first.") from None
+        raise DatasetError(f"{store} is remote: run {INSTALL_EXTRA.format('cloud')} first.") from None
     endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or "https:"
     if store.startswith("s3:") and not endpoint.startswith(_HTTP):  # obstore would end the process
         raise ConfigError("AWS_ENDPOINT_URL is no URL: it must start with https:// or http://.")

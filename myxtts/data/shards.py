@@ -275,6 +275,7 @@ class ShardSpec:
     language: str | None  # of recordings that name none; else it is detected
     options: DecodeOptions
     use_phonemes: bool
+    person: str = ""  # who speaks in all recordings that name nobody
 
     @property
     def params(self) -> dict[str, object]:
@@ -282,7 +283,8 @@ class ShardSpec:
         phonemes = phonemes_fingerprint() if self.use_phonemes else ""
         versions = (FORMAT, DECODE_VERSION, LIBRARIES, SAMPLE_RATE, normalize_fingerprint(), phonemes)
         own = (self.source, self.label, self.speakers, self.language, self.language or language_fingerprint())
-        return {"versions": versions, "own": own, **asdict(self.options)}
+        person = {"person": self.person} if self.person else {}
+        return {"versions": versions, "own": own, **person, **asdict(self.options)}
 
     @property
     def name(self) -> str:
@@ -341,7 +343,7 @@ class _Clips:
         self.write()
         records, count, spec = np.concatenate(self._records), len(self.recordings), self.spec
         start = f"{spec.speakers}/" if spec.speakers else ""
-        speakers = [one.speaker and start + one.speaker for one in self.recordings]
+        speakers = [start + one.speaker if one.speaker else spec.person for one in self.recordings]
         names = sorted(set(speakers))
         numbers = {name: number for number, name in enumerate(names)}
         languages = self._languages(speakers)

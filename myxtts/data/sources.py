@@ -28,7 +28,7 @@ from myxtts.data.corpus import COLUMN_NAMES, METADATA_FILES, Clip, SetAside, lan
 from myxtts.data.corpus import FORMS as FOLDERS
 from myxtts.data.locations import Entry, Location, MissingObject
 from myxtts.data.store import hash64
-from myxtts.errors import ConfigError, DatasetError, without_secrets
+from myxtts.errors import INSTALL_EXTRA, ConfigError, DatasetError, without_secrets
 
 FORMS = """\
   *.tar, *.tar.gz      WebDataset: KEY.wav (or .flac, .mp3, .ogg, .opus) next to KEY.txt or KEY.json
@@ -137,9 +137,7 @@ def open_source(text: str) -> list[Unit]:
     """Return the units of a folder, a file or several, sorted by name; the content tells the kind."""
     folder = Location.parse(text)
     if folder.is_local and (Path(text) / "corpus.json").is_file():
-        raise DatasetError(
-            f"{folder} is a sharded corpus: train on it, or name the sources that it was made from."
-        )
+        raise DatasetError(f"{folder} is a sharded corpus: train on it, or name the sources it was made from.")
     if folder.is_local and any((Path(text) / name).is_file() for name in METADATA_FILES):
         return _folder_units(Path(text))
     root, entries = _files(text)
@@ -600,7 +598,7 @@ def _opened(location: Location, file: BinaryIO) -> tuple[Any, dict[str, str]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise DatasetError("Parquet files need pyarrow: run pip install 'myxtts[parquet]' first.") from None
+        raise DatasetError(f"Parquet files need pyarrow: run {INSTALL_EXTRA.format('parquet')} first.") from None
     try:
         table = pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowException as error:

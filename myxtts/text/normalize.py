@@ -3,7 +3,7 @@
 For XTTS-v2's seventeen languages the words of ordinary text equal what its published weights were trained on. This
 module holds the order of the steps; words are in `languages/`, numbers in `numbers`, Persian in `persian`.
 
-Phonemes (IPA) come from the C library espeak-ng. It is GPL-3, so it is an extra: `pip install "myxtts[phonemes]"`
+Phonemes (IPA) come from the C library espeak-ng. It is GPL-3, so it is an extra: `pip install -e '.[phonemes]'`
 installs the library and its data as a wheel; without it an espeak-ng of the system is used. The library keeps its
 state in globals: used by several threads it silently returns wrong phonemes, or crashes. There is one instance per
 process with one lock; to use more cores, use processes.
@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from myxtts.config import LANGUAGES
-from myxtts.errors import ConfigError
+from myxtts.errors import INSTALL_EXTRA, ConfigError
 from myxtts.text.numbers import NumberReader
 from myxtts.text.tables import (
     CharacterTable,
@@ -117,7 +117,7 @@ def _romaji() -> Callable[[str], str]:
     try:
         from cutlet import Cutlet
     except ImportError as missing:
-        raise ConfigError("Japanese text needs the extra 'ja': pip install 'myxtts[ja]'") from missing
+        raise ConfigError(f"Japanese text needs the extra 'ja': {INSTALL_EXTRA.format('ja')}") from missing
     romaji = Cutlet().romaji
     return lambda text: str(romaji(text)).lower()
 
@@ -149,7 +149,7 @@ def phonemize(texts: Sequence[str], language: str) -> list[str]:
     with _espeak_lock:
         library = open_library()
         if getattr(library, "voice_in_use", None) != voice and library.espeak_SetVoiceByName(voice.encode()) != 0:
-            has_it = 'pip install "myxtts[phonemes]"'
+            has_it = INSTALL_EXTRA.format("phonemes")
             raise ConfigError(f"This espeak-ng has no voice {voice!r} for {language}; one that has: {has_it}")
         library.voice_in_use = voice  # type: ignore[attr-defined]
         return [_phonemes_of(library, text) for text in texts]
@@ -206,7 +206,7 @@ def _find_library() -> tuple[ctypes.CDLL, str | None]:
 
         name = find_library("espeak-ng")
         if name is None:
-            message = 'Phonemes need espeak-ng, which is not installed. Run: pip install "myxtts[phonemes]"'
+            message = f"Phonemes need espeak-ng, which is not installed. Run: {INSTALL_EXTRA.format('phonemes')}"
             raise ConfigError(message) from None
         return ctypes.CDLL(name), None
     return ctypes.CDLL(str(espeakng_loader.get_library_path())), str(espeakng_loader.get_data_path())

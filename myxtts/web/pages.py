@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, urlencode
 
-from myxtts.errors import ConfigError, MyXTTSError
+from myxtts.errors import INSTALL_EXTRA, ConfigError, MyXTTSError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -60,7 +60,7 @@ def require_packages() -> None:
     """Raise with the one command that installs what a page needs, unless it is there."""
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"This page needs {' and '.join(missing)}. Install: pip install 'myxtts[serve]'")
+        raise ConfigError(f"This page needs {' and '.join(missing)}. Run: {INSTALL_EXTRA.format('serve')}")
 
 
 class Guard:
