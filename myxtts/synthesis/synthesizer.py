@@ -227,8 +227,26 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
+    except (OSError, soundfile.SoundFileError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be written: {why}") from error
+
+
+class _File(io.FileIO):
+    """A file that keeps the reason why it could not be written: libsndfile would hide it."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            return len(data)
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 class SpeechStream(Iterator[Wave]):
@@ -257,18 +275,14 @@ class SpeechStream(Iterator[Wave]):
         A stream that fails or is interrupted leaves no file.
         """
         form = ("w", OUTPUT_SAMPLE_RATE, 1, "PCM_16", None, path.suffix[1:])
-        content = io.BytesIO()  # libsndfile would hide why a file cannot be written
-        with contextlib.closing(self), _writing(path), open(path, "wb") as out:
+        with contextlib.closing(self), _writing(path), _File(path, "w") as out:
             try:
-                with soundfile.SoundFile(content, *form) as file:
+                with soundfile.SoundFile(out, *form) as file:
                     for piece in self:
                         file.write(piece)
                         file.flush()
-                        out.write(content.getbuffer()[out.tell() :])
-                        out.flush()
-                out.seek(0)  # the header knows the length now
-                out.write(content.getbuffer())
-                out.flush()
+                        out.check()
+                out.check()
             except BaseException:  # Ctrl-C too
                 path.unlink(missing_ok=True)
                 raise
