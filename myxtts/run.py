@@ -156,8 +156,7 @@ def train(
             say(line)
         reporter.plan(stages)
         fresh = cache(partial(initial_model, settings, prepared.tokenizer))
-        remembered = {**steps_after_a_trial(settings, prepared, given.origin, tuned), **tuned}
-        _start(settings, run_dir, prepared, plan, None if continues else fresh, say, remembered)
+        _start(settings, run_dir, prepared, plan, None if continues else fresh, say, tuned, given.origin)
         settings = replace(settings, data=prepared.fitted(settings.data))
         stop, states = held.enter_context(_StopRequest(plan)), dict[str, State]()  # earlier, nothing is to save
         for stage in stages_of(settings):
@@ -288,6 +287,7 @@ def _start(
     fresh: Callable[[], XTTS] | None,
     say: Say,
     tuned: Mapping[str, Any],
+    origin: Mapping[str, str],
 ) -> None:
     """Write the folder of a new run, which starts with the model `fresh`; tidy that of a continued one (None).
 
@@ -311,7 +311,7 @@ def _start(
                 **known,
                 "untrained": [stage for stage in STAGES if stage in random],
                 "auto": auto_values(settings, prepared),
-                "fine_tuning": dict(tuned),
+                "fine_tuning": {**steps_after_a_trial(settings, prepared, origin, tuned), **tuned},
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }
             trained_in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
