@@ -828,9 +828,9 @@ def _narrate(
             Speech(np.concatenate(waves), stream.report).save(options.out)
     _say(*stream.report.notes(), options.out)
     if options.subtitles:
-        beside = options.out.with_suffix(f".{options.subtitles}")
-        write_text_atomically(beside, subtitles(cues, options.subtitles))
-        _say(beside)
+        subtitle_file = options.out.with_suffix(f".{options.subtitles}")
+        write_text_atomically(subtitle_file, subtitles(cues, options.subtitles))
+        _say(subtitle_file)
 
 
 @contextlib.contextmanager

@@ -92,4 +92,4 @@ def make_studio(folder: Path, synthesizer: Synthesizer, anna: Voice, port: int =
 
 def application(studio: Studio, models: Models, key: str = "") -> Any:
     limits = Limits(key, per_minute=100_000)
-    return studio.beside(make_app(models, limits), key)
+    return studio.with_api(make_app(models, limits), key)

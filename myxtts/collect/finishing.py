@@ -23,7 +23,7 @@ from myxtts.collect.script import Script, error_rate, is_foreign, is_repeated, i
 from myxtts.errors import ConfigError
 
 ONE_SPEAKER = "speaker1"
-_FOUND = re.compile(r"speaker\d+")  # names that nobody gave
+_FOUND = re.compile(r"speaker\d+")  # numbered, not named
 REPEATED = "repeated take"
 _REPEATED_WITHIN_S, _REPEATED_CLIPS = 60.0, 4
 
@@ -78,7 +78,7 @@ def _use_scripts(catalog: Catalog, script: Script | None, sources: Sequence[Sour
 
 
 def _name_speakers(catalog: Catalog, segments: Sequence[Segment], how_many: str) -> None:
-    """Name the speakers of clips that have none; if asked, those of all clips that nobody named."""
+    """Name the speakers of clips that have none; if asked, those of all clips that only have a number."""
     again = how_many in ("auto", "one") or how_many.isdecimal()
     free = [each for each in segments if not each.speaker or (again and _FOUND.fullmatch(each.speaker))]
     free = [each for each in free if "speaker" not in each.edited]

@@ -455,9 +455,9 @@ def _finish(
 def _warn_of_clips(opened: ShardedCorpus, plan: Plan) -> None:
     """Say how many clips options have not given a speaker, and how many have the samples of another source's."""
     hashes, source, samples = (opened.index[name] for name in ("hash", "source", "num_samples"))
-    sources, nobody = plan.sources, opened.speakers.index("") if "" in opened.speakers else -1
+    sources, unnamed = plan.sources, opened.speakers.index("") if "" in opened.speakers else -1
     for spec in [spec for spec in plan.specs if spec.person or spec.speakers != spec.label]:
-        if count := np.count_nonzero((opened.index["speaker"] == nobody) & (source == spec.source)):
+        if count := np.count_nonzero((opened.index["speaker"] == unnamed) & (source == spec.source)):
             one = f"{sources[spec.source]}:single-speaker,speakers={spec.speakers or spec.person}"
             what = "%d clips of %s have no speaker, and keep none. If one person speaks, make another corpus of %s"
             _log.warning(what, count, sources[spec.source], one)

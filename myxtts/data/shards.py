@@ -275,7 +275,7 @@ class ShardSpec:
     language: str | None  # of recordings that name none; else it is detected
     options: DecodeOptions
     use_phonemes: bool
-    person: str = ""  # who speaks in all recordings that name nobody
+    person: str = ""  # who speaks in all recordings without a name
 
     @property
     def params(self) -> dict[str, object]:

@@ -184,8 +184,8 @@ class _ChapterJob:
         write_atomically(self._file, lambda path: path.write_bytes(content.getbuffer()))
         if self._options.subtitle_form:
             cues = [_cue(cue) for entry in entries for cue in entry["cues"]]
-            beside = self._file.with_name(f"{self._file.stem}.{self._options.subtitle_form}")
-            write_text_atomically(beside, subtitles(cues, self._options.subtitle_form))
+            subtitle_file = self._file.with_name(f"{self._file.stem}.{self._options.subtitle_form}")
+            write_text_atomically(subtitle_file, subtitles(cues, self._options.subtitle_form))
         notes = [*notes, *(note for entry in entries for note in entry["notes"])]
         seconds = num_samples / OUTPUT_SAMPLE_RATE
         known = {"key": self._key, "file": self._file.name, "seconds": seconds, "notes": notes}

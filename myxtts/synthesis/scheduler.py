@@ -124,8 +124,8 @@ class Job:
     listener: Listener
     speed: float = 1.0
     chunk_codes: int = CHUNK_CODES
-    first_codes: int | None = None  # of the first piece, if it shall differ
-    later_codes: int | None = None  # of pieces after the first two, if they shall differ
+    first_codes: int | None = None  # of the first piece, if it differs
+    later_codes: int | None = None  # of pieces after the first two, if they differ
     streams: bool = True
     """Sound is heard in pieces, as soon as it is made, and a sentence is tried again only while none of it was
     heard. Otherwise it is heard sentence by sentence, and of several attempts the best."""
@@ -300,7 +300,7 @@ class Scheduler:
         return self.kept
 
     def _prefill(self) -> bool:
-        """Run a part of a prefix; on a GPU of several, beside the steps."""
+        """Run a part of a prefix; on a GPU of several, while steps run."""
         joining = self.slots.joining
         is_idle = not self._num_vocoding and len(joining) == len(self.jobs)  # nothing else needs the cores
         with num_threads(self._num_threads if is_idle else torch.get_num_threads()):

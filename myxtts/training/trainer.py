@@ -564,7 +564,7 @@ class Trainer:
         return False
 
     def _as_first_rank(self, answer: bool) -> bool:
-        """The answer of rank 0, to whom alone all results come; others take over what decides on an early end."""
+        """The answer of rank 0, which alone has all results; others take over what decides on an early end."""
         state = self.state
         decisive = (answer, state.stale_validations, -1 if state.validated is None else state.validated)
         chosen, state.stale_validations, validated = self.ctx.of_first_rank(*decisive)

@@ -537,7 +537,7 @@ class Page(Protocol):
 
     address: str  # with the token that opens it
 
-    def beside(self, gate: Gate, api_key: str) -> ASGIApp:
+    def with_api(self, gate: Gate, api_key: str) -> ASGIApp:
         """Return the application of both; requests of the page's owner need no key."""
 
 
@@ -546,7 +546,7 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, gate: Gate, limits: Limits, drain_s: float, page: Page | None = None) -> None:
         protocol = type("Protocol", (TimedProtocol,), {"read_s": limits.read_s})
-        app: ASGIApp = gate if page is None else page.beside(gate, limits.api_key)
+        app: ASGIApp = gate if page is None else page.with_api(gate, limits.api_key)
         if limits.cors:
             every = ("*",)
             app = CORSMiddleware(app, limits.cors, allow_methods=every, allow_headers=every, expose_headers=every)

@@ -615,7 +615,7 @@ class Studio:
         self._guard = Guard(self._app(), secrets.token_urlsafe(24), port, shown)
         self.address = self._guard.address
 
-    def beside(self, gate: Gate, api_key: str) -> ASGIApp:
+    def with_api(self, gate: Gate, api_key: str) -> ASGIApp:
         """The application of page and API; the owner of the page needs no key."""
         own = (b"authorization", f"Bearer {api_key}".encode())
 
