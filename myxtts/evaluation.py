@@ -55,6 +55,7 @@ from myxtts.errors import (
     progress_bar,
 )
 from myxtts.files import write_text_atomically
+from myxtts.host import short_turns
 from myxtts.model.gpt import merge_adapters
 from myxtts.model.mel import LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, spectral_distance
@@ -88,7 +89,6 @@ COMPARED_CLIPS = 64  # validation clips, about, on which the decoder is compared
 MOST_SAMPLES = 8  # evaluations of a stage whose samples are kept
 SPEAKING_STAGES = ("gpt", "decoder")
 SPOKEN_SEED = 1
-TURN_S = 0.0005
 _SHOWN_LINES = 8
 _UNSAFE = re.compile(r"[^\w.-]+")
 
@@ -641,17 +641,6 @@ class Judging(_Newest[Sequence[Spoken]]):
                 process.kill()
 
 
-@contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    """Let Python's threads take turns more often: the training loop needs a moment many times per step."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, TURN_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
 class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
     """Evaluates copies of the weights on another stream or device, while training goes on.
 
@@ -754,7 +743,7 @@ class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
 
     def _work(self, step: int, job: tuple[dict[str, Any], bool]) -> Evaluation:
         state, is_saved = job
-        with _short_turns(), self._stream.use():
+        with short_turns(), self._stream.use():
             losses, pictures = validate(self._copy, self._recipe, self._piece)
             found = Evaluation(step, losses, pictures)
             found = with_speech(found, self._speaker, self._model, self._device, self._piece)

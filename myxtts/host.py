@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 _log = logging.getLogger(__name__)
 MAX_PINNED_SHARE = 0.25  # share of the free host memory that one purpose may pin
+TURN_S = 0.0005
 HostMemory = npt.NDArray[np.uint8]
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last under WSL
@@ -33,6 +35,17 @@ def usable_cores() -> int:
         return max(1, min(cores, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # no cgroup, or "max": no quota
         return cores
+
+
+@contextlib.contextmanager
+def short_turns() -> Iterator[None]:
+    """Let threads take turns more often: one that drives a GPU needs a moment many times per step."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, TURN_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import torch
 from myxtts.audio import Wave
 from myxtts.devices import Stream, allocatable_bytes, work_on
 from myxtts.errors import ConfigError, MyXTTSError, PipelineError
-from myxtts.host import available_bytes
+from myxtts.host import available_bytes, short_turns
 from myxtts.synthesis.generation import Sampling
 from myxtts.synthesis.scheduler import CHUNK_CODES, Attempt, Cancelled, Job, Piece
 from myxtts.synthesis.synthesizer import (
@@ -223,7 +223,7 @@ class Engine:
         work_on(self.synthesizer.device)
         scheduler = self._scheduler
         try:
-            with self._stream.use():
+            with short_turns(), self._stream.use():
                 while not self._is_over():
                     self._call()
                     scheduler.advance()
