@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from model_fixtures import GPT_DIMS as DIMS
 from model_fixtures import gpt_model, reference_of
 from synthesis_fixtures import generate
@@ -17,6 +20,7 @@ from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import GPT, pack
 from myxtts.synthesis.generation import (
     Decoding,
+    FusedBlocks,
     Prompt,
     RowSampling,
     Sampling,
@@ -211,3 +215,71 @@ def test_the_central_code_is_nearest_to_the_mean_of_the_likely_ones() -> None:
     chosen = choose(likely, used, sampling, torch.linspace(0, 0.999, 100), vectors)
     assert set(chosen.tolist()) == {3, 6}, "the middle of the first three, and STOP as often as it is drawn"
     assert 3 <= int((chosen == 6).sum()) <= 7
+
+
+class KernelOnCpu:
+    """What Triton makes of a function that computes some rows, on a CPU."""
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self._launch = launch
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given: self._launch(grid, *given)
+
+
+def attend(grid: tuple[int, int], *given: Any) -> None:
+    q, k, v, keys, values, slots, out, scale, per_row, per_head, unused, heads, dim, _ = given
+    assert grid == (len(slots), heads) and q.stride() == k.stride() == v.stride() == (per_row, dim, 1)
+    assert per_head == (unused + 1) * dim and keys.is_contiguous() and values.is_contiguous()
+    for row, slot in enumerate(slots.tolist()):
+        keys[row, :, slot], values[row, :, slot] = k[row], v[row]
+        there = [*range(slot if slot < unused else 0), slot]
+        shares = (scale * q[row, :, None] @ keys[row][:, there].mT).softmax(-1)
+        out[row] = (shares @ values[row][:, there])[:, 0]
+
+
+def add(grid: tuple[int], *given: Any) -> None:
+    x, more, weight, bias, out, epsilon, dim, block = given
+    assert grid[0] * dim == x.numel() == more.numel() and x.is_contiguous() and dim <= block < 2 * dim
+    out.copy_(F.layer_norm(x.add_(more.view(x.shape)), (dim,), weight, bias, epsilon))
+
+
+def test_fused_blocks_compute_what_the_blocks_do(model: GPT) -> None:
+    with torch.inference_mode():
+        FusedBlocks(model, (KernelOnCpu(attend), KernelOnCpu(add))).check(model)
+        found = []
+        x = torch.randn(2, 5, DIMS.dim, generator=torch.manual_seed(0))
+        for is_fused in (False, True):
+            decoding = Decoding(model, Shape(3, 10, 10))
+            if is_fused:
+                decoding.fused = FusedBlocks(model, (KernelOnCpu(attend), KernelOnCpu(add)))
+            slots = torch.arange(10).view(2, 5)
+            found.append((decoding.begin(x.clone(), torch.tensor([2, 0]), slots), decoding.keys, decoding.values))
+            found[-1] += (decoding.extend(x[0].clone(), torch.tensor([2]), slots[1]),)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=5e-3, rtol=0)
+    assert found[0][1].abs().max() > 0.1
+
+
+def test_kernels_that_compute_something_else_are_not_used(model: GPT) -> None:
+    doubled = KernelOnCpu(lambda grid, x, more, *given: add(grid, x, 2 * more, *given))
+    for broken in ((KernelOnCpu(attend), doubled), (KernelOnCpu(lambda *_: None), KernelOnCpu(add))):
+        with torch.inference_mode(), pytest.raises(ValueError, match="an error of"):
+            FusedBlocks(model, broken).check(model)
+
+
+def test_steps_without_fused_kernels_say_why(
+    model: GPT, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert FusedBlocks.compiled(model) is None
+    assert "without fused kernels, which is slower: import of triton halted" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_compiles_the_kernels(model: GPT, dtype: torch.dtype) -> None:
+    model.cuda()
+    convert(model, dtype)
+    assert FusedBlocks.compiled(model) is not None

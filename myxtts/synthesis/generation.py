@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from myxtts.config import CONDITIONING_TOKENS
 from myxtts.model.blocks import InOutLinear
-from myxtts.model.gpt import GPT
+from myxtts.model.gpt import GPT, Attend
 
 MAX_NEW_CODES = 602  # codes of a sentence at most, as in the reference
 PROMPT_CODE = 1  # the code that the reference stores for every prompt position when it counts repetitions
@@ -28,6 +30,8 @@ DAMAGED = "The GPT computes NaN or infinity: its weights are damaged or diverged
 _SLOTS_STEP = 16
 """Attention covers a multiple of so many slots. A CPU then rounds alike for any number of them, so that a row does
 not depend on the length of others. A GPU would copy a mask of another size in every layer to align it."""
+TOLERANCE = 0.05  # of fused kernels, of the largest latent: they round less often
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class Decoding:
         self.starts = torch.zeros_like(self.rows)  # the slot of a row's first code
         size = (dims.layers, shape.sentences, dims.heads, len(self.slots), dims.dim // dims.heads)
         self.keys, self.values = like.new_zeros(size), like.new_zeros(size)
+        self.fused: FusedBlocks | None = None  # computes the same on a GPU, in fewer kernels
 
     @staticmethod
     def num_slots(shape: Shape) -> int:
@@ -149,57 +154,193 @@ class Decoding:
     def extend(self, x: Tensor, row: Tensor, slot: Tensor, used: int | None = None) -> Tensor:
         """Run a part of a sequence, x [tokens, dim], into slots [tokens] of `row` [1].
 
-        Returns what leaves the last block. Attention covers the first `used` slots. Other rows may be in the
+        Returns what leaves the stack. Attention covers the first `used` slots. Other rows may be in the
         middle of their sentences.
         """
         mask = self._mask(slot, used)
 
-        def attend(q: Tensor, _k: Tensor, _v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            _write(keys, values, row, slot, k, v)
             k, v = keys[:, :, :used].index_select(0, row), values[:, :, :used].index_select(0, row)
             return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask)[0].transpose(0, 1)
 
-        return self._run(x, row, slot, attend)
+        return self._run(x, attend)
 
     def begin(self, x: Tensor, row: Tensor, slot: Tensor) -> Tensor:
         """Run the beginnings of several sequences, x [n, tokens, dim], into slots [n, tokens] of rows [n]."""
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            _write(keys, values, row[:, None], slot, k, v)
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-        return self._run(x, row[:, None], slot, attend)
+        return self._run(x, attend)
 
     def step(self, codes: Tensor, place: Tensor, used: int) -> tuple[Tensor, Tensor]:
         """Logits of the next codes and their latents; `codes` of the first rows stand at `place`, from 0.
 
-        Attention covers the first `used` slots.
+        Attention covers the first `used` slots; fused, those that each row has filled.
         """
         rows, slot = self.rows[: len(codes)], self.starts[: len(codes)] + place
-        mask = self._mask(slot, used)[:, None, None, :]
+        mask = self._mask(slot, used)[:, None, None, :] if self.fused is None else None
 
-        def attend(q: Tensor, _k: Tensor, _v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            if self.fused is not None:
+                return self.fused.attended(q, k, v, keys, values, slot)
+            _write(keys, values, rows, slot, k, v)
             keys, values = keys[: len(q), :, :used], values[: len(q), :, :used]
             return F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask)[:, :, 0]
 
-        latents = self.model.norms(self._run(self.embedded(codes, place), rows, slot, attend))
+        latents: Tensor = self.model.final_norm(self._run(self.embedded(codes, place), attend))
         return self.model.mel_head(latents).float(), latents
 
-    def _run(self, x: Tensor, rows: Tensor, slots: Tensor, attention: Callable[..., Tensor]) -> Tensor:
-        """What leaves the last block; each writes keys and values of x to its cache before it attends."""
-        for block, keys, values in zip(self.model.gpt.h, self.keys, self.values, strict=True):
-
-            def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
-                for cache, made in ((keys, k), (values, v)):
-                    cache.transpose(1, 2).index_put_((rows, slots), made)
-                return attention(q, k, v, keys, values)
-
+    def _run(self, x: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+        """What leaves the stack; the attention of each block is given its cache, and writes to it first."""
+        caches = zip(self.keys, self.values, strict=True)
+        attends = [partial(attention, keys=keys, values=values) for keys, values in caches]
+        if self.fused is not None:
+            return self.fused(x, attends)
+        for block, attend in zip(self.model.gpt.h, attends, strict=True):
             x = block(x, attend)
-        return x
+        normed: Tensor = self.model.gpt.ln_f(x)
+        return normed
 
     def _mask(self, slot: Tensor, used: int | None) -> Tensor:
         """What hides the slots after `slot` [n]: [n, used], to add. From booleans every layer would compute it."""
         hidden = self.slots[:used] > slot[:, None]
         return torch.zeros_like(hidden, dtype=self.keys.dtype).masked_fill(hidden, -torch.inf)
+
+
+def _write(keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write keys and values of tokens to their slots of a cache."""
+    for cache, made in ((keys, k), (values, v)):
+        cache.transpose(1, 2).index_put_((rows, slots), made)
+
+
+tl: Any = None  # triton.language, once the kernels are compiled
+_SLOTS_READ = 64  # by a program of the attention at a time
+
+
+def _attend_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, keys, values, slots, out, scale, per_row, per_head, unused,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`FusedBlocks.attended`, for one row and head: until the end each place of a block has its own softmax."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    at, place = tl.arange(0, DIM), tl.arange(0, BLOCK)
+    made, cached = row * per_row + head * DIM + at, (row.to(tl.int64) * HEADS + head) * per_head
+    query = tl.load(q + made).to(tl.float32) * scale
+    key, value, slot = tl.load(k + made), tl.load(v + made), tl.load(slots + row)
+    tl.store(keys + cached + slot * DIM + at, key)
+    tl.store(values + cached + slot * DIM + at, value)
+    newest = tl.sum(query * key.to(tl.float32), 0)
+    best = newest + tl.zeros([BLOCK], tl.float32)
+    total, sums = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, DIM], tl.float32)
+    filled = tl.where(slot == unused, 0, slot).to(tl.int32)
+    for first in range(0, filled, BLOCK):
+        inside = first + place < filled
+        there = cached + (first + place)[:, None] * DIM + at[None, :]
+        some_keys = tl.load(keys + there, inside[:, None], 0.0).to(tl.float32)
+        some_values = tl.load(values + there, inside[:, None], 0.0).to(tl.float32)
+        scores = tl.where(inside, tl.sum(some_keys * query[None, :], 1), float("-inf"))
+        higher = tl.maximum(best, scores)
+        share, weight = tl.exp(best - higher), tl.exp(scores - higher)
+        total = total * share + weight
+        sums = sums * share[:, None] + weight[:, None] * some_values
+        best = higher
+    highest = tl.max(best, 0)
+    share, weight = tl.exp(best - highest), tl.exp(newest - highest)
+    summed = tl.sum(sums * share[:, None], 0) + weight * value.to(tl.float32)
+    tl.store(out + (row * HEADS + head) * DIM + at, summed / (tl.sum(total * share, 0) + weight))
+
+
+def _add_kernel(  # type: ignore[no-untyped-def]
+    x, more, weight, bias, out, epsilon, DIM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """`FusedBlocks.added`, for one row."""
+    at = tl.arange(0, BLOCK)
+    inside, there = at < DIM, tl.program_id(0) * DIM + at
+    added = tl.load(x + there, inside, 0.0).to(tl.float32) + tl.load(more + there, inside, 0.0).to(tl.float32)
+    tl.store(x + there, added, inside)
+    numbers = added.to(x.dtype.element_ty).to(tl.float32)
+    centred = tl.where(inside, numbers - tl.sum(numbers, 0) / DIM, 0.0)
+    normed = centred / tl.sqrt(tl.sum(centred * centred, 0) / DIM + epsilon)
+    scale, offset = (tl.load(weight + at, inside, 0.0), tl.load(bias + at, inside, 0.0))
+    tl.store(out + there, normed * scale.to(tl.float32) + offset.to(tl.float32), inside)
+
+
+class FusedBlocks:
+    """The GPT's blocks and the norm after them on a GPU, equal up to rounding, in half as many kernels.
+
+    A step has little arithmetic and hundreds of kernels, which wait for each other, and for room beside a vocoder.
+    """
+
+    def __init__(self, gpt: GPT, kernels: tuple[Any, Any]) -> None:
+        self._stack, (self._attend, self._add) = gpt.gpt, kernels
+
+    @classmethod
+    @torch.inference_mode()
+    def compiled(cls, gpt: GPT) -> FusedBlocks | None:
+        """None where Triton or a C compiler is missing, or computes something else."""
+        global tl
+        try:
+            import triton
+            import triton.language
+
+            tl = triton.language
+            made = cls(gpt, (triton.jit(_attend_kernel), triton.jit(_add_kernel)))
+            made.check(gpt)
+        except Exception as error:
+            _log.info("Codes are generated without fused kernels, which is slower: %s", error)
+            _log.debug("The reason in full", exc_info=True)
+            return None
+        return made
+
+    def check(self, gpt: GPT) -> None:
+        """Raise an error if a step, of which the last row is nobody's, finds other latents than unfused."""
+        decoding, latents = Decoding(gpt, Shape(4, 30, 100)), list[Tensor]()
+        drawn = torch.Generator(decoding.slots.device).manual_seed(0)
+        for cache in (decoding.keys, decoding.values):
+            cache.copy_(torch.randn(cache.shape, generator=drawn, device=cache.device))
+        decoding.starts.copy_(torch.tensor([0, _SLOTS_READ, _SLOTS_READ + 9, len(decoding.slots) - 1]))
+        codes, place = decoding.rows, torch.tensor([0, 1, 70, 0]).to(decoding.rows)
+        for decoding.fused in (None, self):
+            latents.append(decoding.step(codes, place, len(decoding.slots))[1].float())
+        error = float((latents[1] - latents[0])[:-1].abs().max() / latents[0].abs().max())
+        if not (error < TOLERANCE and bool(latents[1].isfinite().all())):
+            raise ValueError(f"an error of {error}")
+
+    def __call__(self, x: Tensor, attends: Sequence[Attend]) -> Tensor:
+        """What leaves the stack, of x [..., dim], which is overwritten; with the attention of each block."""
+        blocks: Sequence[Any] = [*self._stack.h]
+        norms = [*(block.ln_1 for block in blocks), self._stack.ln_f]
+        x, normed = x.contiguous(), norms[0](x)
+        for block, attend, after in zip(blocks, attends, norms[1:], strict=True):
+            attention, wide = block.attn, block.mlp.c_fc
+            q, k, v = attention.c_attn(normed).view(*x.shape[:-1], 3, attention.heads, -1).unbind(-3)
+            normed = self.added(x, attention.c_proj(attend(q, k, v).flatten(-2)), block.ln_2)
+            hidden = torch._addmm_activation(wide.bias, normed.flatten(0, -2), wide.weight, use_gelu=True)
+            normed = self.added(x, block.mlp.c_proj(hidden), after)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def added(self, x: Tensor, more: Tensor, norm: nn.LayerNorm) -> Tensor:
+        """Add to x; returns its norm."""
+        out, dim = torch.empty_like(x), x.shape[-1]
+        numbers = (norm.eps, dim, 1 << (dim - 1).bit_length())
+        self._add[x.numel() // dim,](x, more, norm.weight, norm.bias, out, *numbers)
+        return out
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+        """The attention of rows [n, heads, head_dim] to their slots before `slots` [n], where it writes k and v.
+
+        `keys` and `values` [rows, heads, slots, head_dim] are the cache. The last slot is nobody's: a row there
+        attends to itself.
+        """
+        (rows, heads, dim), out = q.shape, q.new_empty(q.shape)
+        numbers = (dim**-0.5, q.stride(0), keys.stride(1), keys.shape[2] - 1)
+        self._attend[rows, heads](q, k, v, keys, values, slots, out, *numbers, heads, dim, _SLOTS_READ)
+        return out
 
 
 def rounded_up(num_slots: int) -> int:

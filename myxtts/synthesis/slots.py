@@ -11,6 +11,7 @@ and no requests.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,7 @@ from myxtts.synthesis.generation import (
     OPTIONS,
     PROMPT_CODE,
     Decoding,
+    FusedBlocks,
     Generated,
     Prompt,
     RowSampling,
@@ -47,11 +49,14 @@ LEAST_ROWS = 4  # of a float32 product on a CPU: with fewer it takes another ker
 PREFIXES = (1, 2, 4, 8)  # that begin together on a GPU
 CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 104, 112, 120, 128)
 """Of steps that are captured ahead. With few sizes, one more sentence would make the step of all much longer."""
-CAPTURED_SLOTS = (128, 192, 224, 256, 384, 512)  # that attention covers then; another graph covers all
+CAPTURED_SLOTS = (128, 192, 224, 256, 384, 512)
+"""That attention covers then; another graph covers all. Fused blocks read what each row has filled in any case."""
 FEW_ROWS, MET_ROWS, MET_SLOTS = 16, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128), (256, 384, 512)
 """Of steps that are captured when they are met, and slots for few rows, whose attention takes little time."""
+FUSES = True  # blocks of the GPT into fewer kernels, on a GPU
 COMPACT = 0.85  # on a GPU sentences move to lower rows if a step then computes less than this share of the rows
 CAPTURED_KEPT = 64  # of the likeliest codes that are sorted, where no `top_k` is larger
+AHEAD = 1  # launches of steps that a GPU has yet to compute while those before them are read
 GPU_BEGINS = 4  # sentences that begin together on a GPU
 BEGIN = 4  # numbers of a sentence that begins, before its options: row, slot, codes, if the prompt counts as used
 NEWS = 4  # numbers of a row that are read after a step: codes so far, if it ended, if it is finite, the last code
@@ -146,7 +151,7 @@ class Slots:
         self._of_row: list[Running | None] = [None] * rows
         self._all: list[Running] = []
         self._pairs_sent: list[list[int]] = []
-        self._launched: _Launched | None = None
+        self._launched = deque[_Launched]()
         self._graphs: dict[_Size, CudaGraph[None]] = {}
         self._covering: dict[_Size, _Size] = {}  # of sizes that were met, the captured one that serves them
         self._is_captured = False  # ahead, for all sizes
@@ -269,17 +274,18 @@ class Slots:
         """Choose the next codes of all sentences that are ready; returns those whose codes were read, which is
         one call later on a GPU. None if there is nothing to do.
         """
-        before, self._launched = self._launched, None
-        self._start_those_that_can(waits=before is None)
+        is_idle = not self._launched
+        self._start_those_that_can(waits=is_idle)
         ready = [each for each in self._all if each.is_ready and each.num_launched < each.most]
+        if not ready and is_idle:
+            return None
         if ready:
             self._compact()
             for each in ready:
                 each.num_launched = min(each.num_launched + num_steps, each.most)
             self._launch(ready, num_steps)
-            if not self._runs_ahead:
-                before, self._launched = self._launched, None
-        return None if before is None and not ready else self._read(before)
+        most = AHEAD if self._runs_ahead and ready else 0
+        return self._read(self._launched.popleft()) if len(self._launched) > most else []
 
     def generated(self, running: Running, start: int, end: int) -> Generated:
         """Some of the codes that were read of a sentence; an error if its latents are not finite."""
@@ -315,12 +321,10 @@ class Slots:
                 self._step(size)
             news[step].copy_(self._news[:highest], non_blocking=True)
         Stream.current(self._device).record(passed)
-        self._launched = _Launched(news, passed, [(each, each.rows[0]) for each in ready])
+        self._launched.append(_Launched(news, passed, [(each, each.rows[0]) for each in ready]))
 
-    def _read(self, launched: _Launched | None) -> list[Running]:
+    def _read(self, launched: _Launched) -> list[Running]:
         """The sentences of these steps that are still there, with their new codes."""
-        if launched is None:
-            return []
         launched.passed.wait_on_host()
         found = [(running, row) for running, row in launched.running if running.rows and not running.has_ended]
         for news in launched.news.tolist():
@@ -424,7 +428,7 @@ class Slots:
         if met not in self._covering:
             fitting = [size for size in self._graphs if all(a >= b for a, b in zip(size, met, strict=True))]
             if not (self._is_captured and fitting):
-                slots = next(count for count in _up_to(MET_SLOTS, self._unused + 1) if count >= slots)
+                slots = next(count for count in self._slot_counts(MET_SLOTS) if count >= slots)
                 return met._replace(rows=self._row_count(rows), slots=slots)
             self._covering[met] = min(fitting)
         return self._covering[met]
@@ -436,6 +440,10 @@ class Slots:
         """
         if self._stream is None:
             return
+        if FUSES:
+            Stream.current(self._device).finish()
+            with self._stream.use():
+                self._decoding.fused = FusedBlocks.compiled(self.gpt)
         self._set_pairs()
         codes, every_slot = self.gpt.dims.audio_tokens, self._unused + 1
         most_kept = min(codes, CAPTURED_KEPT) if 0 < sampling.top_k <= CAPTURED_KEPT else codes
@@ -443,7 +451,7 @@ class Slots:
             _Size(rows, every_slot, codes, self._vectors is not None) for rows in self._rows_up_to(MET_ROWS[::2])
         }
         for rows in self._rows_up_to(CAPTURED_ROWS):
-            for slots in _up_to(MET_SLOTS[::2] if rows <= FEW_ROWS else CAPTURED_SLOTS, every_slot):
+            for slots in self._slot_counts(MET_SLOTS[::2] if rows <= FEW_ROWS else CAPTURED_SLOTS):
                 sizes.add(_Size(rows, slots, most_kept, sampling.central))
         for size in sorted(sizes, reverse=True):
             self._capture(size)
@@ -451,6 +459,9 @@ class Slots:
         self._begins = CudaGraph(self._begin, self._stream)
         self._clear(0)  # the capture has let it begin
         self._is_captured = True
+
+    def _slot_counts(self, counts: tuple[int, ...]) -> Iterator[int]:
+        return _up_to(() if self._decoding.fused else counts, self._unused + 1)
 
     def _rows_up_to(self, counts: tuple[int, ...]) -> Iterator[int]:
         return _up_to(counts, self._num_rows)
