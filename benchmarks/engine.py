@@ -8,8 +8,10 @@ every client sends its next request as soon as the last one has ended; they begi
 streams, each is a listener who plays the sound as it arrives and asks for more at its end; a gap is a wait of more
 than 20 ms. A rate holds if no listener of that many had a gap.
 
-`--set scheduler.GPU_STEPS=1` changes constants of `myxtts.synthesis` before the engine is made. For every
-`--variant "scheduler.GPU_STEPS=1 slots.COMPACT=0.9"` clients are measured again, with the same engine.
+Short texts of two or three words have 30 codes each. `--engine "" "slots.FUSES=False"` makes an engine for each of
+these settings, one after the other with the same vocoder, and measures all of it; constants are those of
+`myxtts.synthesis`, or `host.TURN_S`. For every `--variant "scheduler.GPU_STEPS=1 slots.COMPACT=0.9"` clients are
+measured again, with the same engine.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from harness import LiveTable, console, machine
-from speak import SENTENCES, fresh_model, random_voice
+from speak import CODES, SENTENCES, fresh_model, random_voice, set_length
 
 from myxtts.config import BASE_FOLDER
-from myxtts.devices import device_named
+from myxtts.devices import device_named, release_memory
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
-from myxtts.synthesis.engine import End, Engine, Request, Ticket
+from myxtts.synthesis.engine import End, Engine, Request, Stats, Ticket
 from myxtts.synthesis.scheduler import Piece
 from myxtts.synthesis.synthesizer import Synthesizer, load_synthesizer
 from myxtts.synthesis.voices import Voice, VoiceLibrary
@@ -42,8 +44,10 @@ from myxtts.synthesis.voices import Voice, VoiceLibrary
 GAP_S = 0.02
 AIMS = {"first 1": "≤ 60", "first 64": "≤ 80 / ≤ 200", "rate 128": "≥ 1,000", "streams": "≥ 200"}
 AIMS |= {"memory 128": "≤ 16", "joining": "≤ +5 %"}
-JOIN_EVERY_S = 0.05
-CONSTANTS = ("engine", "scheduler", "slots", "synthesizer", "vocoding", "windows")
+JOIN_EVERY_S, JOIN_ROUNDS = 0.05, 4
+CONSTANTS = ("engine", "generation", "host", "scheduler", "slots", "synthesizer", "vocoding", "windows")
+SHORT_TEXTS = ("Good morning.", "Not today.", "See you soon.", "Yes, of course.", "Thank you.", "Who is there?")
+SHORT_CODES = 30
 
 
 @dataclass
@@ -75,6 +79,8 @@ class Clients:
     voice: Voice
     number: int
     plays: bool = False  # ask for more when the last sound has been played, not when it has arrived
+    texts: Sequence[str] = SENTENCES
+    step_ms: float = 0.0  # from step to step, while it was measured
     heard: list[Heard] = field(default_factory=list)
     _due: list[tuple[float, int]] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -85,7 +91,7 @@ class Clients:
         self._due = [(began_at + number * spread_s / self.number, number) for number in range(self.number)]
         heapq.heapify(self._due)
         measured_at, end_at, seeds = began_at + spread_s + warm_s, 0.0, itertools.count()
-        end_at, audio_s = measured_at + seconds, [0.0, 0.0]
+        end_at, seen = measured_at + seconds, list[Stats]()
         marks = [measured_at, end_at]
         while marks:
             with self._changed:
@@ -95,7 +101,7 @@ class Clients:
                     continue
                 due = heapq.heappop(self._due) if self._due and self._due[0][0] <= now else None
             if now >= marks[0]:
-                audio_s[2 - len(marks)] = self.engine.stats().audio_seconds
+                seen.append(self.engine.stats())
                 marks.pop(0)
             if due:
                 self._send(due[1], next(seeds))
@@ -103,7 +109,8 @@ class Clients:
         if failed := next((each.error for each in self.heard if each.error), None):
             raise RuntimeError("a request failed") from failed
         found = [each for each in self.heard if measured_at <= each.sent_at < end_at]
-        return found or self.heard, (audio_s[1] - audio_s[0]) / seconds
+        self.step_ms = 1000 * seconds / max(1, seen[1].steps - seen[0].steps)
+        return found or self.heard, (seen[1].audio_seconds - seen[0].audio_seconds) / seconds
 
     def _send(self, client: int, seed: int) -> None:
         heard = Heard(time.perf_counter())
@@ -117,7 +124,7 @@ class Clients:
                     heapq.heappush(self._due, (next_at, client))
                     self._changed.notify()
 
-        text = SENTENCES[seed % len(SENTENCES)]
+        text = self.texts[seed % len(self.texts)]
         self.engine.submit(Request(text, self.voice, "en", seed=seed, client=str(client)), deliver)
 
     def _wait_for_all(self) -> None:
@@ -125,16 +132,18 @@ class Clients:
             self._changed.wait_for(lambda: all(each.ended_at for each in self.heard), 60)
 
 
-def set_constants(settings: Sequence[str]) -> None:
-    """Change constants, also where they were imported."""
+def set_constants(settings: Sequence[str]) -> list[str]:
+    """Change constants, also where they were imported; returns the settings that undo it."""
+    modules = {name: importlib.import_module(f"myxtts.synthesis.{name}") for name in CONSTANTS if name != "host"}
+    modules["host"], before = importlib.import_module("myxtts.host"), list[str]()
     for setting in settings:
         place, value = setting.split("=", 1)
-        modules = [importlib.import_module(f"myxtts.synthesis.{name}") for name in CONSTANTS]
         module, name = place.split(".")
-        getattr(modules[CONSTANTS.index(module)], name)
-        for each in modules:
+        before.append(f"{place}={getattr(modules[module], name)!r}")
+        for each in modules.values():
             if hasattr(each, name):
                 setattr(each, name, ast.literal_eval(value))
+    return before
 
 
 def milliseconds(times: Sequence[float]) -> str:
@@ -146,13 +155,14 @@ class Measured:
     """An engine and the rows of its table."""
 
     def __init__(self, name: str, synthesizer: Synthesizer, voice: Voice, options: argparse.Namespace) -> None:
-        self._name, self._voice, self._options = name, voice, options
+        self._name, self._voice, self._options, self._synthesizer = name, voice, options, synthesizer
         self._table = LiveTable(f"{name}, {machine()}, {os.cpu_count()} cores", "", "found", "aim")
         began_at = time.perf_counter()
         self._engine = Engine(synthesizer, slots=options.slots)
         self._add("to make the engine (s)", f"{time.perf_counter() - began_at:.1f}")
         windows = getattr(synthesizer.vocoder, "_windows", None)
         self._add("fused kernels in the vocoder", "yes" if getattr(windows, "fused", None) else "no")
+        self._add("fused kernels in steps", "yes" if self._engine._scheduler.slots._decoding.fused else "no")
         self._texts_per_s(synthesizer)
 
     def _add(self, what: str, found: str, aim: str = "") -> None:
@@ -172,6 +182,7 @@ class Measured:
         )
         self._clients()
         self._joining(options.speaking)
+        self._short()
         if options.streams:
             self._streams()
         for variant in options.variant:
@@ -185,19 +196,30 @@ class Measured:
 
     def _clients(self) -> None:
         for clients in self._options.clients:
-            found, rate = self._load(clients)
-            first_s = [each.first_at - each.sent_at for each in found if each.first_at]
-            self._add(f"first sound, clients: {clients} (ms)", milliseconds(first_s), f"first {clients}")
-            self._add(f"audio s per s, clients: {clients}", f"{rate:,.1f}", f"rate {clients}")
-            self._add(f"step, clients: {clients} (ms)", f"{self._engine.stats().step_ms:.2f}")
+            self._steady(Clients(self._engine, self._voice, clients), f"clients: {clients}", str(clients))
+
+    def _short(self) -> None:
+        """Texts after which the model may go on: where they end is looked for."""
+        if self._name != "shipped":
+            set_length(self._synthesizer.gpt, SHORT_CODES)
+        for clients in self._options.short:
+            load = Clients(self._engine, self._voice, clients, texts=SHORT_TEXTS)
+            self._steady(load, f"short texts, clients: {clients}", "")
+        if self._name != "shipped":
+            set_length(self._synthesizer.gpt, CODES)
+
+    def _steady(self, load: Clients, what: str, aim: str) -> None:
+        found, rate = load.run(0.5, 0.5, self._options.seconds)
+        first_s = [each.first_at - each.sent_at for each in found if each.first_at]
+        self._add(f"first sound, {what} (ms)", milliseconds(first_s), f"first {aim}")
+        self._add(f"audio s per s, {what}", f"{rate:,.1f}", f"rate {aim}")
+        host = self._engine.stats().step_ms
+        self._add(f"from step to step, {what} (ms)", f"{load.step_ms:.2f} (waiting and reading: {host:.2f})")
 
     def _warm_up(self) -> None:
         """All sizes of batches are met once."""
         for clients in sorted({1, *self._options.clients}):
             Clients(self._engine, self._voice, clients).run(0.2, 0.0, 0.3)
-
-    def _load(self, clients: int) -> tuple[list[Heard], float]:
-        return Clients(self._engine, self._voice, clients).run(1.0, 1.0, self._options.seconds)
 
     def _streams(self) -> None:
         most = 0
@@ -218,12 +240,15 @@ class Measured:
         """The time of a step while so many speak, without and with requests that join and leave all the time."""
         tickets = [self._submit(number, 2 * SENTENCES) for number in range(speaking)]
         self._settle(speaking)
-        alone = self._step_ms(self._options.seconds / 4, joins=False)
-        joined = self._step_ms(self._options.seconds / 4, joins=True)
+        found: list[list[float]] = [[], []]
+        for number in range(2 * JOIN_ROUNDS):
+            joins = number % 2 == 1
+            found[joins].append(self._step_ms(self._options.seconds / JOIN_ROUNDS, joins=joins))
+        alone, joined = (float(np.median(times)) for times in found)
         for ticket in tickets:
             ticket.cancel()
         name = f"step while {speaking} speak (ms)"
-        self._add(name, f"{alone:.2f}")
+        self._add(name, f"{alone:.2f} (of {min(found[0]):.2f} to {max(found[0]):.2f})")
         per_s = f"{1 / JOIN_EVERY_S:.0f} requests per second join"
         self._add(f"{name}, {per_s}", f"{joined:.2f} ({joined / alone - 1:+.1%})", "joining")
 
@@ -256,7 +281,14 @@ def measure(name: str, options: argparse.Namespace) -> None:
     else:
         model, vocabulary = fresh_model(name)
         voice, synthesizer = random_voice(model), Synthesizer(model, vocabulary, device)
-    Measured(name, synthesizer, voice, options).run()
+    for settings in options.engine:
+        before = set_constants(settings.split())
+        if settings:
+            console.rule(settings)
+        Measured(name, synthesizer, voice, options).run()
+        synthesizer.vocoder.capture = lambda: None  # type: ignore[union-attr, method-assign]  # it was
+        set_constants(before)
+        release_memory()
 
 
 def main() -> None:
@@ -269,13 +301,14 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="*", default=[200, 300] if on_gpu else [1, 2, 3])
     parser.add_argument("--speaking", type=int, default=64 if on_gpu else 2, help="while requests join")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
-    parser.add_argument("--set", nargs="*", default=[], metavar="MODULE.NAME=VALUE")
+    parser.add_argument("--short", type=int, nargs="*", default=[64] if on_gpu else [2], help="clients")
+    parser.add_argument("--engine", nargs="+", default=[""], metavar="'MODULE.NAME=VALUE …'")
     parser.add_argument("--variant", action="append", default=[], metavar="'MODULE.NAME=VALUE …'")
     parser.add_argument("--play-s", type=float, default=7.0, help="of listening in real time, twice")
     options = parser.parse_args()
-    set_constants(options.set)
     logging.basicConfig()
-    logging.getLogger("myxtts.synthesis.windows").setLevel(logging.DEBUG)  # why there are no fused kernels
+    for module in ("generation", "windows"):
+        logging.getLogger(f"myxtts.synthesis.{module}").setLevel(logging.DEBUG)  # why there are no fused kernels
     for name in options.models:
         began_at = time.perf_counter()
         measure(name, options)
