@@ -6,7 +6,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
@@ -22,7 +22,9 @@ from myxtts.audio import Wave
 from myxtts.checkpoints import UnreadableWeights
 from myxtts.devices import Stream
 from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.model.gpt import Said
 from myxtts.model.xtts import XTTS
+from myxtts.synthesis.alignment import TAIL_CODES
 from myxtts.synthesis.engine import End, Engine, EngineClosed, QueueFull, Request
 from myxtts.synthesis.generation import Prompt, Sampling, Shape, draws
 from myxtts.synthesis.scheduler import GPU_BATCHES, GPU_PIECES, Cancelled, Job, Piece, Scheduler
@@ -319,6 +321,26 @@ def test_a_gpu_captures_nothing_while_it_serves(
     listeners = [submit(engine, voice, seed=1, sampling=sampling) for sampling in SAMPLINGS]
     assert all(len(listener.wave) for listener in listeners)
     assert captured == len(slots._graphs) > 5
+
+
+@pytest.mark.parametrize("most", [16, 1])
+def test_a_gpu_looks_for_the_ends_of_short_texts_together(
+    make: Make, anna: Voice, as_on_gpu: Callable[[XTTS], Synthesizer], monkeypatch: Patch, most: int
+) -> None:
+    """One by one if memory is short."""
+    together = list[int]()
+
+    def end_at_9(_: object, sentences: Sequence[Said]) -> list[int]:
+        together.append(len(sentences))
+        if len(sentences) > most:
+            raise torch.OutOfMemoryError
+        return [9] * len(sentences)
+
+    monkeypatch.setattr("myxtts.synthesis.scheduler.ends_of_texts", end_at_9)
+    engine, voice = make(as_on_gpu(make_model(stop_bias=-100.0)), slots=8), replace(anna, fingerprint="")
+    listeners = [submit(engine, voice, "Good morning.", seed=seed) for seed in range(8)]
+    assert [listener.report.sentences[0].num_codes for listener in listeners] == [9 + TAIL_CODES] * 8
+    assert max(together) > 1
 
 
 @pytest.mark.gpu

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from synthesis_fixtures import LONG_TEXT, TEXTS
 
 from myxtts.audio import Wave
-from myxtts.model.gpt import text_attention
+from myxtts.model.gpt import Said, text_attention
 from myxtts.synthesis import alignment, narration
-from myxtts.synthesis.alignment import Word, end_of_text, token_of_each_code, word_times
+from myxtts.synthesis.alignment import Word, ends_of_texts, token_of_each_code, word_times
 from myxtts.synthesis.markup import Segment
 from myxtts.synthesis.narration import Cue, Line, Narrator, SpokenLine, cues_of, subtitles
 from myxtts.synthesis.synthesizer import Report, Synthesizer
@@ -113,7 +113,7 @@ IDS = [41, 10, 11, 2, 12, 13, 2, 14, 15, 2, 16, 17]
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, text: str, wave: Wave, attention: torch.Tensor) -> tuple[Word, ...]:
-    monkeypatch.setattr(alignment, "text_attention", lambda *_: attention)
+    monkeypatch.setattr(alignment, "text_attention", lambda *_: [attention])
     return word_times(None, None, text, "en", IDS, list(range(attention.shape[1])), wave)  # type: ignore[arg-type]
 
 
@@ -150,12 +150,17 @@ def test_a_number_is_one_word_with_the_time_of_all_that_is_said(monkeypatch: pyt
 def test_the_attention_of_a_spoken_sentence_is_that_of_training(synthesizer: Synthesizer, anna: Voice) -> None:
     (sentence,) = synthesizer.speak(TEXTS[0], anna, "en", seed=1).report.sentences
     assert sentence.num_codes == len(sentence.codes) and sentence.ids
-    attention = text_attention(synthesizer.gpt, anna.latents, sentence.ids, sentence.codes)
+    said = Said(anna.latents, sentence.ids, sentence.codes)
+    (attention,) = text_attention(synthesizer.gpt, said)
     dims = synthesizer.gpt.dims
     assert attention.shape == (dims.layers * dims.heads, sentence.num_codes, len(sentence.ids))
     assert (attention >= 0).all() and (attention.sum(-1) <= 1 + 1e-4).all()
-    changed = text_attention(synthesizer.gpt, anna.latents, sentence.ids, (*sentence.codes[:-2], 0, 0))
-    torch.testing.assert_close(changed[:, :-2], attention[:, :-2])  # later codes change nothing
+    changed = said._replace(codes=(*sentence.codes[:-2], 0, 0))
+    shorter, longer = said._replace(codes=said.codes[:9]), said._replace(ids=[*said.ids, 5, 6, 7])
+    together = text_attention(synthesizer.gpt, shorter, changed, longer)
+    torch.testing.assert_close(together[1][:, :-2], attention[:, :-2])  # later codes change nothing
+    torch.testing.assert_close(together[0], attention[:, :9])  # nor do sentences that are looked at with it
+    torch.testing.assert_close(together[2], text_attention(synthesizer.gpt, longer)[0])
 
 
 # Subtitles
@@ -231,8 +236,8 @@ def test_a_text_ends_where_the_head_that_reads_looks_away(
     for code, token in enumerate(said):
         if token is not None:
             attention[0, code, token] = READ - 4 * ELSEWHERE
-    monkeypatch.setattr(alignment, "text_attention", lambda *_: attention)
-    assert end_of_text(synthesizer.gpt, anna.latents, range(5), range(30)) == expected
+    monkeypatch.setattr(alignment, "text_attention", lambda *_: [attention])
+    assert ends_of_texts(synthesizer.gpt, [Said(anna.latents, range(5), range(30))]) == [expected]
 
 
 @pytest.mark.filterwarnings("error")
@@ -241,5 +246,5 @@ def test_a_text_of_two_tokens_is_not_read_in_one_code(
 ) -> None:
     attention = torch.full((1, 30, 2), ELSEWHERE)
     attention[0, 0, 0] = READ
-    monkeypatch.setattr(alignment, "text_attention", lambda *_: attention)
-    assert end_of_text(synthesizer.gpt, anna.latents, range(2), range(30)) is None
+    monkeypatch.setattr(alignment, "text_attention", lambda *_: [attention])
+    assert ends_of_texts(synthesizer.gpt, [Said(anna.latents, range(2), range(30))]) == [None]

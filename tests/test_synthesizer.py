@@ -28,6 +28,7 @@ from myxtts.checkpoints import UnreadableWeights
 from myxtts.cli import main
 from myxtts.devices import Plan, allocatable_bytes, apply_caps, release_memory
 from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.model.gpt import Said
 from myxtts.run_dir import inherited
 from myxtts.synthesis.alignment import TAIL_CODES
 from myxtts.synthesis.generation import Sampling
@@ -205,14 +206,14 @@ def test_what_is_said_after_a_short_text_is_left_out(anna: Voice, monkeypatch: P
     """Codes are looked at after fixed numbers of them: a stream and side by side, the same is cut."""
     numbers = set[int]()
 
-    def ends_at_9(_: object, voice: torch.Tensor, ids: Sequence[int], codes: Sequence[int]) -> int | None:  # noqa: ARG001
-        numbers.add(len(codes))
-        return 9
+    def end_at_9(_: object, sentences: Sequence[Said]) -> list[int]:
+        numbers.update(len(said.codes) for said in sentences)
+        return [9] * len(sentences)
 
     synthesizer = speaking(make_model(stop_bias=-100.0))
     whole = synthesizer.speak("Good morning.", anna, "en", seed=4, num_attempts=1)
     assert whole.report.sentences[0].problem == "run-away"
-    monkeypatch.setattr("myxtts.synthesis.scheduler.end_of_text", ends_at_9)
+    monkeypatch.setattr("myxtts.synthesis.scheduler.ends_of_texts", end_at_9)
     speech = synthesizer.speak("Good morning.", anna, "en", seed=4)
     (sentence,) = speech.report.sentences
     assert sentence.problem is None and sentence.num_attempts == 1
@@ -226,7 +227,7 @@ def test_what_is_said_after_a_short_text_is_left_out(anna: Voice, monkeypatch: P
 
 def test_few_codes_are_not_searched_for_what_follows_a_short_text(anna: Voice, monkeypatch: Patch) -> None:
     """So few are left after every text: nothing could be left out."""
-    monkeypatch.setattr("myxtts.synthesis.scheduler.end_of_text", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("myxtts.synthesis.scheduler.ends_of_texts", lambda *_: pytest.fail("searched"))
     synthesizer = speaking(make_model(stop_bias=100.0))
     with pytest.raises(PipelineError, match="said nothing in 3 attempts"):
         synthesizer.speak("Good morning.", anna, "en")

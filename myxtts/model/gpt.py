@@ -439,40 +439,52 @@ def _weighted_sum(logits: Tensor, targets: Tensor, weights: Tensor, label_smooth
     return (losses * weights).sum()
 
 
+class Said(NamedTuple):
+    """A sentence that was said: conditioning latents of the voice [1, 32, dim], what was read, and the codes."""
+
+    voice: Tensor
+    ids: Sequence[int]
+    codes: Sequence[int]
+
+
 @torch.no_grad()
-def text_attention(gpt: GPT, voice: Tensor, ids: Sequence[int], codes: Sequence[int]) -> Tensor:
+def text_attention(gpt: GPT, *sentences: Said) -> list[Tensor]:
     """How much each head attends to each text token while it predicts each code: [heads, codes, ids], float32.
 
-    `voice` [1, 32, dim] are the conditioning latents of the sentence. `heads` are those of all layers.
+    One for each sentence; `heads` are those of all layers.
     """
-    dims, device = gpt.dims, gpt.mel_embedding.weight.device
-    text = torch.tensor([dims.start_text, *ids, dims.stop_text], device=device)
-    audio = torch.tensor([dims.start_code, *codes[:-1]], device=device)
-    x = torch.cat([
-        voice[0].to(device, gpt.mel_embedding.weight.dtype),
-        gpt.text_embedding(text) + gpt.text_pos_embedding.emb(torch.arange(len(text), device=device)),
-        gpt.mel_embedding(audio) + gpt.mel_pos_embedding.emb(torch.arange(len(audio), device=device)),
-    ])  # fmt: skip
-    first_id = CONDITIONING_TOKENS + 1
-    first_code = first_id + len(ids) + 1
-    hidden = torch.ones(len(x), len(x), dtype=torch.bool, device=device).triu(1)
+    dims, like, first_id = gpt.dims, gpt.mel_embedding.weight, CONDITIONING_TOKENS + 1
+    rows, first_codes = list[Tensor](), list[int]()
+    for voice, ids, codes in sentences:
+        text = torch.tensor([dims.start_text, *ids, dims.stop_text], device=like.device)
+        audio = torch.tensor([dims.start_code, *codes[:-1]], device=like.device)
+        read = gpt.text_embedding(text) + gpt.text_pos_embedding.emb(torch.arange(len(text), device=like.device))
+        heard = gpt.mel_embedding(audio) + gpt.mel_pos_embedding.emb(torch.arange(len(audio), device=like.device))
+        rows.append(torch.cat([voice[0].to(like), read, heard]))
+        first_codes.append(first_id + len(ids) + 1)
+    x = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # nothing looks at what follows it
+    most_codes, most_ids = (max(len(each[part]) for each in sentences) for part in (2, 1))
+    places, row = torch.arange(x.shape[1], device=like.device), torch.arange(len(x), device=like.device)[:, None]
+    asked = torch.tensor(first_codes, device=like.device)[:, None] + places[:most_codes]
+    hidden, asked = (places > asked[:, :, None])[:, None], asked.clamp(max=len(places) - 1)
     found: list[Tensor] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = torch.einsum("qhd,khd->hqk", q[first_code:].float(), k.float()) / q.shape[-1] ** 0.5
-        weights = scores.masked_fill(hidden[first_code:], -torch.inf).softmax(-1)
-        found.append(weights[..., first_id : first_id + len(ids)])
-        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q[row, asked].float(), k.float()) / q.shape[-1] ** 0.5
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        found.append(weights[..., first_id : first_id + most_ids].clone())
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
     for block in gpt.gpt.h:
         x = block(x, attend)
-    return torch.cat(found)
+    together = zip(torch.cat(found, 1), sentences, strict=True)
+    return [heads[:, : len(said.codes), : len(said.ids)] for heads, said in together]
 
 
 def sharpest(attention: Tensor) -> Tensor:
     """The attention of one head [codes, ids]: the sharpest, a diagonal if the GPT reads."""
-    return attention[int(attention.max(-1).values.mean(-1).argmax())]
+    return attention.index_select(0, attention.max(-1).values.mean(-1).argmax(0, keepdim=True))[0]
 
 
 def grow_text_vocabulary(

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from myxtts.audio import Wave
-from myxtts.model.gpt import GPT, sharpest, text_attention
+from myxtts.model.gpt import GPT, Said, sharpest, text_attention
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.text.normalize import normalize
 from myxtts.text.tables import load_table
@@ -73,20 +74,30 @@ def token_of_each_code(attention: Tensor) -> tuple[npt.NDArray[np.int64], float]
     return path, certainty
 
 
-def end_of_text(gpt: GPT, voice: Tensor, ids: Sequence[int], codes: Sequence[int]) -> int | None:
-    """How many codes say the text; None if they do not reach its end, or if this GPT does not show it.
+def ends_of_texts(gpt: GPT, sentences: Sequence[Said]) -> list[int | None]:
+    """How many codes say each text; None if they do not reach its end, or if this GPT does not show it.
 
     The head that reads goes through the text once, and hardly looks at it any more when it was said.
     """
-    head = sharpest(text_attention(gpt, voice, ids, codes))
-    looks, tokens = (head.sum(-1) >= LEAST_LOOK).cpu().numpy(), head.argmax(-1).cpu().numpy()
-    last = np.flatnonzero(looks & (tokens >= len(ids) - 2))  # the last letter or the full stop
+    heads = [sharpest(attention) for attention in text_attention(gpt, *sentences)]
+    numbers = torch.cat([part for head in heads for part in (head.sum(-1), head.argmax(-1).float())]).cpu().numpy()
+    found, at = list[int | None](), 0
+    for said, head in zip(sentences, heads, strict=True):
+        looks, tokens = numbers[at : at + 2 * len(head)].reshape(2, -1)
+        found.append(_end_of_text(looks >= LEAST_LOOK, tokens.astype(np.int64), len(said.ids)))
+        at += 2 * len(head)
+    return found
+
+
+def _end_of_text(looks: npt.NDArray[np.bool_], tokens: npt.NDArray[np.int64], num_ids: int) -> int | None:
+    """The end by whether each code looks at the text, and at which token."""
+    last = np.flatnonzero(looks & (tokens >= num_ids - 2))  # the last letter or the full stop
     elsewhere = np.flatnonzero(~looks[:-1] & ~looks[1:])
     after = elsewhere[elsewhere > last[0]] if len(last) else elsewhere[:0]
     if not len(after):
         return None
     read = tokens[: after[0]][looks[: after[0]]]
-    has_read = len(read) > 1 and len(set(read.tolist())) >= len(ids) / 2
+    has_read = len(read) > 1 and len(set(read.tolist())) >= num_ids / 2
     return int(after[0]) if has_read and (np.diff(read) >= 0).mean() >= LEAST_FORWARD else None
 
 
@@ -101,7 +112,8 @@ def word_times(
     spaces = np.cumsum(np.asarray(ids) == SPACE_ID)
     if not written or not codes or not len(wave) or num_said != int(spaces[-1]) + 1:
         return ()
-    path, certainty = token_of_each_code(text_attention(gpt, voice, ids, codes))
+    (attention,) = text_attention(gpt, Said(voice, ids, codes))
+    path, certainty = token_of_each_code(attention)
     if certainty < LEAST_CERTAINTY:
         return ()
     # A space belongs to the word before it: the sound of the next one has not begun.

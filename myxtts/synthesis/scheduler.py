@@ -30,8 +30,9 @@ from torch import Tensor
 from myxtts.audio import Wave
 from myxtts.devices import CAPTURING, Event, Stream, is_out_of_memory, release_memory, work_on
 from myxtts.errors import MyXTTSError, PipelineError
+from myxtts.model.gpt import Said
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
-from myxtts.synthesis.alignment import TAIL_CODES, USUAL_TAIL_CODES, end_of_text
+from myxtts.synthesis.alignment import TAIL_CODES, USUAL_TAIL_CODES, ends_of_texts
 from myxtts.synthesis.generation import Generated, Prompt, Sampling, draws, num_threads
 from myxtts.synthesis.slots import Running, Slots, slots_of
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Sentence, ends_in_loop, find_problem
@@ -50,6 +51,7 @@ SAFE_S = 1.0  # of those with a longer lead, jobs whose codes are complete go fi
 LEAD_S = 5.0  # a listener who has so much more than was played lets others go first
 SENTENCES_AHEAD = 2  # of a job, generated before the sound of those before them is made
 GPU_PIECES, GPU_BATCHES = 16, 2  # pieces that become sound together, and batches that are under way
+GPU_LOOKS = 16  # short sentences in which the end of the text is looked for together
 GPU_JOINS = 8  # prefixes that run between two launches of steps
 GPU_STEPS = 2  # launched at a time: what they chose is read while the next ones run
 CPU_VOCODERS = 4  # pieces of different sentences that become sound at the same time, on as many cores
@@ -96,6 +98,7 @@ class _Try:
     num_taken: int = 0  # codes that were taken from the slots
     num_wanted: int = 1  # codes of the next part
     parts: deque[Generated] = field(default_factory=deque)  # to make sound of
+    ends: dict[int, int | None] = field(default_factory=dict)  # of the text, by how many codes were looked at
     attempt: Attempt | None = None  # when all codes were taken
     stream: HifiGanStream | WindowStream | GriffinLimStream | None = None
     pieces: list[Wave] = field(default_factory=list)
@@ -313,13 +316,18 @@ class Scheduler:
         stepped = self.slots.step(num_steps)
         if stepped is None:
             return False
+        due = list[tuple[Job, _Spoken]]()
         for running in stepped:
             if running not in self._of:  # its job has just ended
                 continue
             job, spoken = self._of[running]
             has_part = len(running.codes) - spoken.current.num_taken >= spoken.current.num_wanted
             if (has_part or running.has_ended or running.is_damaged) and not job.has_ended:
-                self._isolated(job, partial(self._collect, spoken=spoken))
+                due.append((job, spoken))
+        if not self._on_cpu:
+            self._look(due)
+        for job, spoken in due:
+            self._isolated(job, partial(self._collect, spoken=spoken))
         # The next steps write where the copies read.
         self._copied = Event(self.device)
         self._copies.record(self._copied)
@@ -419,26 +427,35 @@ class Scheduler:
             if current.attempt is not None:
                 self._leave(spoken)
 
+    def _look(self, due: Sequence[tuple[Job, _Spoken]]) -> None:
+        """Look where the texts of short sentences end, for all at the same time."""
+        some = [(spoken, said) for job, spoken in due if (said := _said(job, spoken)) is not None]
+        for at in range(0, len(some), GPU_LOOKS):
+            together = some[at : at + GPU_LOOKS]
+            with self._copies.use():  # which does not wait for the steps that run now
+                ends = attempted(partial(ends_of_texts, self.slots.gpt), [said for _, said in together])
+            for (spoken, said), end in zip(together, ends or (), strict=False):
+                spoken.current.ends[len(said.codes)] = end
+
     def _collect_short(self, job: Job, spoken: _Spoken) -> None:
         """Take a short sentence as a whole, without what was said after its text.
 
         The codes are looked at after fixed numbers of them, so that where a sentence ends does not depend on time.
         """
         running, current = spoken.running, spoken.current
-        voice, ids = job.voice.latents, spoken.sentence.ids
         assert running is not None
         while running.has_ended or len(running.codes) >= current.num_wanted:
             size = min(current.num_wanted, len(running.codes))
             is_whole = running.has_ended and size == len(running.codes)
-            said = None
-            if size > USUAL_TAIL_CODES:  # of fewer none is left out
+            if (said := _said(job, spoken)) is not None and size not in current.ends:
                 with self._copies.use():
-                    said = end_of_text(self.slots.gpt, voice, ids, running.codes[:size])
-            goes_on = said is not None and size > said + USUAL_TAIL_CODES
+                    (current.ends[size],) = ends_of_texts(self.slots.gpt, [said])
+            end = current.ends.get(size)
+            goes_on = end is not None and size > end + USUAL_TAIL_CODES
             if not goes_on and not is_whole:
                 current.num_wanted += CHUNK_CODES
                 continue
-            current.num_taken = said + TAIL_CODES if said is not None and goes_on else size
+            current.num_taken = end + TAIL_CODES if end is not None and goes_on else size
             codes = tuple(running.codes[: current.num_taken])
             with self._copies.use():
                 current.parts.append(self.slots.generated(running, 0, current.num_taken))
@@ -663,6 +680,13 @@ def attempted(work: Callable[[Given], Result], given: Given) -> Result | None:
         if not is_out_of_memory(error):
             raise
         return None
+
+
+def _said(job: Job, spoken: _Spoken) -> Said | None:
+    """The codes of a short sentence in which the end of its text is looked for; of very few none is left out."""
+    running = spoken.running
+    codes = [] if running is None or not spoken.sentence.is_short else running.codes[: spoken.current.num_wanted]
+    return Said(job.voice.latents, spoken.sentence.ids, codes) if len(codes) > USUAL_TAIL_CODES else None
 
 
 def _rank(attempt: _Try) -> int:

@@ -30,7 +30,7 @@ from myxtts.errors import ConfigError
 from myxtts.model.conditioning import PackedFrames, pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction, Usage
 from myxtts.model.flow import noise_of
-from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack, sharpest, text_attention
+from myxtts.model.gpt import AUDIO, GPT, Losses, Said, add_adapters, pack, sharpest, text_attention
 from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, LogMel, MelSpec
 from myxtts.model.vocoder import (
     CROP_SAMPLES,
@@ -587,9 +587,9 @@ class GptRecipe(Recipe):
         num_frames, num_ids, num_codes = (int(length) for length in lengths.values())
         mel = tensors["mel"][:num_frames]
         voice = self.gpt.condition(pack_frames(mel, lengths["num_frames"], self.max_frames))
-        read, said = tensors["ids"][0, :num_ids].tolist(), codes[0, :num_codes].tolist()
-        alignment = sharpest(text_attention(self.gpt, voice, read, said)).t()
-        return {"reference_voice": mel.t(), "alignment": alignment, "code_usage": counts}
+        said = Said(voice, tensors["ids"][0, :num_ids].tolist(), codes[0, :num_codes].tolist())
+        (attention,) = text_attention(self.gpt, said)
+        return {"reference_voice": mel.t(), "alignment": sharpest(attention).t(), "code_usage": counts}
 
     def regions(self) -> list[nn.Module]:
         """The blocks and the perceiver, nearly all the arithmetic: as one graph, 30 layers compile a minute."""
