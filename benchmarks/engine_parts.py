@@ -9,12 +9,13 @@ make. `--variants` also times other ways to compute attention and a block of the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import shutil
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from myxtts.synthesis.windows import FADE_FRAMES, REACH_FRAMES, Push, Windows, W
 CODE_S = SAMPLES_PER_CODE / SAMPLE_RATE
 FRAME_S = SAMPLES_PER_FRAME / OUTPUT_SAMPLE_RATE
 ROUNDS = 10
+FILLED = (80, 140, 200, 480)  # slots: of a sentence that begins, is in its middle, ends; of a long one
 
 
 def timed_ms(work: Callable[[], object], rounds: int = ROUNDS) -> float:
@@ -139,12 +141,30 @@ class Parts:
         fitting = [size for size in sizes if size.rows >= rows and size.slots >= slots]
         return sizes[min(fitting)]
 
+    @contextlib.contextmanager
+    def _speaking(self, filled: int) -> Iterator[None]:
+        """Let all rows be in sentences, with so many slots filled."""
+        slots = self._slots
+        slots._ended.fill_(False)
+        slots._place.zero_()
+        slots._most.fill_(slots.shape.steps)
+        slots._decoding.starts.fill_(filled)
+        try:
+            yield
+        finally:
+            for row in range(slots._num_rows):
+                slots._clear(row)
+
+    def _step_ms(self, rows: int, filled: int) -> float:
+        with self._speaking(filled):
+            return timed_ms(self._graph(rows, filled + 2 * ROUNDS).replay)
+
     def _steps(self) -> None:
         self._add("captured steps", str(len(self._slots._graphs)))
         for rows in (1, 16, 64, 68, 72, 96, 128):
-            found = [f"{slots}: {timed_ms(self._graph(rows, slots).replay):.2f}" for slots in (192, 224, 256, 512)]
-            self._add(f"step of {rows} rows, by slots of attention (ms)", ", ".join(found))
-        step_ms = timed_ms(self._graph(128, 256).replay)
+            found = [f"{filled}: {self._step_ms(rows, filled):.2f}" for filled in FILLED]
+            self._add(f"step of {rows} rows, by the slots they have filled (ms)", ", ".join(found))
+        step_ms = self._step_ms(128, FILLED[1])
         self._add("sound of steps of 128 alone (s per s)", f"{128 * CODE_S / step_ms * 1000:,.0f}")
 
     def _prefixes(self) -> None:
@@ -201,21 +221,24 @@ class Parts:
             return found[1], found[0]
 
         for name, work in (("vocoder", program.replay), ("prefix", begin.replay)):
-            work_ms, step_ms = timed_ms(work), timed_ms(step.replay)
+            work_ms, step_ms = timed_ms(work), self._step_ms(128, FILLED[1])
             others = max(1, round(60 * step_ms / work_ms))
-            steps_ms, _ = run(30, 4 * others, work)
+            with self._speaking(FILLED[1]):
+                steps_ms, _ = run(30, 4 * others, work)
             self._add(f"step of 128 while the {name} runs (ms)", f"{steps_ms / 30:.2f} (alone {step_ms:.2f})")
-            _, others_ms = run(240, others, work)
+            with self._speaking(FILLED[0]):
+                _, others_ms = run(240, others, work)
             self._add(f"{name} while steps run (ms)", f"{others_ms / others:.2f} (alone {work_ms:.2f})")
 
     def _kernels(self) -> None:
         """The kernels that take the most time."""
+        activities = [torch.profiler.ProfilerActivity.CUDA]
         program = self._windows._programs[max(self._windows._programs)].graph
         assert program is not None
         for name, work in (("step of 128", self._graph(128, 256).replay), ("the vocoder", program.replay)):
             work()
             torch.cuda.synchronize()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            with self._speaking(FILLED[1]), torch.profiler.profile(activities=activities) as profile:
                 for _ in range(3):
                     work()
                 torch.cuda.synchronize()
@@ -231,6 +254,7 @@ class Parts:
         clock, scheduler = Clock(), self._engine._scheduler
         clock.watch(scheduler, "_take_sound", "_admit", "_make_sound", "_prefill", "_step", "turn")
         clock.watch(self._slots, "join", "leave", "_launch", "_read", "_compact")
+        clock.watch(scheduler, "_look", "_collect")
         clock.watch(self._synthesizer.vocoder, "push_many", sized=True)
         for clients in self._options.clients:
             Clients(self._engine, self._voice, clients).run(0.3, 0.0, 0.5)

@@ -304,7 +304,8 @@ class FusedBlocks:
             cache.copy_(torch.randn(cache.shape, generator=drawn, device=cache.device))
         decoding.starts.copy_(torch.tensor([0, _SLOTS_READ, _SLOTS_READ + 9, len(decoding.slots) - 1]))
         codes, place = decoding.rows, torch.tensor([0, 1, 70, 0]).to(decoding.rows)
-        for decoding.fused in (None, self):
+        for fused in (None, self):
+            decoding.fused = fused
             latents.append(decoding.step(codes, place, len(decoding.slots))[1].float())
         error = float((latents[1] - latents[0])[:-1].abs().max() / latents[0].abs().max())
         if not (error < TOLERANCE and bool(latents[1].isfinite().all())):
