@@ -10,8 +10,8 @@ than 20 ms. A rate holds if no listener of that many had a gap.
 
 Short texts of two or three words have 30 codes each. `--engine "" "slots.FUSES=False"` makes an engine for each of
 these settings, one after the other with the same vocoder, and measures all of it; constants are those of
-`myxtts.synthesis`, or `host.TURN_S`. For every `--variant "scheduler.GPU_STEPS=1 slots.COMPACT=0.9"` clients are
-measured again, with the same engine.
+`myxtts.synthesis`, or `host.TURN_S`. For every `--variant "scheduler.GPU_STEPS=1 slots.COMPACT=0.9"` clients and
+joining are measured again, with the first engine.
 """
 
 from __future__ import annotations
@@ -157,6 +157,8 @@ class Measured:
     def __init__(self, name: str, synthesizer: Synthesizer, voice: Voice, options: argparse.Namespace) -> None:
         self._name, self._voice, self._options, self._synthesizer = name, voice, options, synthesizer
         self._table = LiveTable(f"{name}, {machine()}, {os.cpu_count()} cores", "", "found", "aim")
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         began_at = time.perf_counter()
         self._engine = Engine(synthesizer, slots=options.slots)
         self._add("to make the engine (s)", f"{time.perf_counter() - began_at:.1f}")
@@ -174,7 +176,7 @@ class Measured:
             synthesizer.prepared(text, self._voice, "en", {"seed": 0})
         self._add("to prepare a text (ms)", f"{1000 * (time.perf_counter() - began_at) / len(SENTENCES):.2f}")
 
-    def run(self) -> None:
+    def run(self, variants: Sequence[str]) -> None:
         options, stats = self._options, self._engine.stats()
         self._warm_up()
         self._add(
@@ -185,10 +187,12 @@ class Measured:
         self._short()
         if options.streams:
             self._streams()
-        for variant in options.variant:
-            set_constants(variant.split())
+        for variant in variants:
+            before = set_constants(variant.split())
             self._add("with", variant)
             self._clients()
+            self._joining(options.speaking)
+            set_constants(before)
         if torch.cuda.is_available():
             self._add("GPU memory at its peak (GiB)", f"{torch.cuda.max_memory_allocated() / 2**30:.2f}")
         self._engine.close(drain=False)
@@ -285,7 +289,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         before = set_constants(settings.split())
         if settings:
             console.rule(settings)
-        Measured(name, synthesizer, voice, options).run()
+        Measured(name, synthesizer, voice, options).run(options.variant if settings == options.engine[0] else ())
         synthesizer.vocoder.capture = lambda: None  # type: ignore[union-attr, method-assign]  # it was
         set_constants(before)
         release_memory()
