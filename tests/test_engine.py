@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -353,6 +354,13 @@ def test_captured_steps_say_what_plain_ones_say(reference: Path) -> None:
         found.append([[one.num_codes for one in each.report.sentences] for each in listeners])
         engine.close()
     assert found[0] == found[1]
+
+
+def test_threads_take_short_turns_while_an_engine_serves(make: Make, anna: Voice) -> None:
+    before, engine = sys.getswitchinterval(), make(slots=2)
+    assert len(submit(engine, anna).wave) and sys.getswitchinterval() < before
+    engine.close()
+    assert sys.getswitchinterval() == before
 
 
 # What is said
