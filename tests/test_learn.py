@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import soundfile
 from align import RATE, Cut, cut, speak_words
-from augment import SPEEDS, some_words, spliced
+from augment import SPEEDS, cut_all, some_words, spliced, write_cuts
 from corpus import COLUMNS, RECORDINGS, Spoken, plain, split
 from test_evaluate import install
 
@@ -83,7 +83,11 @@ def test_spliced_sentences_consist_of_pieces(tmp_path: Path, recordings: list[Sp
     clip = Cut(list("abcd"), np.repeat(np.arange(4, dtype=np.int16), 100), [(0, 0), (2, 200), (3, 300), (4, 400)])
     for words, piece in (some_words(clip, random.Random(number)) for number in range(20)):
         assert words == ["abcd"[number] for number in np.unique(piece)]
-    made = spliced(recordings, tmp_path / "made", hours=0.01, speeds=SPEEDS)
+    write_cuts(recordings, known := tmp_path / "cuts.json")
+    made = spliced(recordings, tmp_path / "made", hours=0.01, speeds=SPEEDS, known=known)
+    assert [one and one.places for one in cut_all(recordings, known)] == [
+        one and [list(place) for place in one.places] for one in map(cut, recordings)
+    ]
     assert sum(one.seconds for one in made) >= 36
     assert {one.speaker for one in made} == {"ada", *(f"ada at {speed}" for speed in SPEEDS)}
     assert all(soundfile.info(one.path).duration == pytest.approx(one.seconds) for one in made)
