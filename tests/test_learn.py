@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 import soundfile
 from align import RATE, Cut, cut, speak_words
-from augment import SPEEDS, some_words, spliced
+from augment import SPEEDS, cut_all, some_words, spliced, write_cuts
 from corpus import COLUMNS, RECORDINGS, Spoken, plain, split
 from test_evaluate import install
+from training import Deadline
 
 from myxtts.data.corpus import read_corpus
 from myxtts.text.normalize import phonemize
@@ -83,7 +85,11 @@ def test_spliced_sentences_consist_of_pieces(tmp_path: Path, recordings: list[Sp
     clip = Cut(list("abcd"), np.repeat(np.arange(4, dtype=np.int16), 100), [(0, 0), (2, 200), (3, 300), (4, 400)])
     for words, piece in (some_words(clip, random.Random(number)) for number in range(20)):
         assert words == ["abcd"[number] for number in np.unique(piece)]
-    made = spliced(recordings, tmp_path / "made", hours=0.01, speeds=SPEEDS)
+    write_cuts(recordings, known := tmp_path / "cuts.json")
+    made = spliced(recordings, tmp_path / "made", hours=0.01, speeds=SPEEDS, known=known)
+    assert [one and one.places for one in cut_all(recordings, known)] == [
+        one and [list(place) for place in one.places] for one in map(cut, recordings)
+    ]
     assert sum(one.seconds for one in made) >= 36
     assert {one.speaker for one in made} == {"ada", *(f"ada at {speed}" for speed in SPEEDS)}
     assert all(soundfile.info(one.path).duration == pytest.approx(one.seconds) for one in made)
@@ -100,6 +106,19 @@ for item in json.loads(items.read_text(encoding="utf-8")):
 """
 
 
+class Ended:
+    def poll(self) -> int:
+        return 0
+
+    wait = poll
+
+
+def train_here(options: argparse.Namespace, arm: str, seconds: float | None) -> Ended:
+    """Train in this process, whose networks are small."""
+    listening.train_arm(argparse.Namespace(**vars(options) | {"arm": arm}), Deadline(seconds))
+    return Ended()
+
+
 @pytest.mark.usefixtures("small")
 def test_checkpoints_are_chosen_by_some_sentences_and_compared_by_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -110,6 +129,7 @@ def test_checkpoints_are_chosen_by_some_sentences_and_compared_by_others(
         rows.append(f"{number}.wav|{clip.speaker}|en|{clip.text}|1.25|16000")
     (tmp_path / "metadata.csv").write_text("\n".join(rows), encoding="utf-8")
     monkeypatch.setattr(listening, "CHECKPOINTS_SPOKEN", 2)
+    monkeypatch.setattr(listening, "begin_training", train_here)
     typed = "listening run --hold-out ada=3 ben=3 --test 2 --choosing 2 --spliced-hours 0 --size tiny --batch 4"
     typed += f" --dvae-steps 1 --gpt-steps 2 --speech {tmp_path} --home {tmp_path / 'home'}"
     monkeypatch.setattr(sys, "argv", typed.split())

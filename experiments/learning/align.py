@@ -73,7 +73,16 @@ def cut(clip: Spoken) -> Cut | None:
         if word and len(around) and around.min() < quiet:
             places.append((word, HOP * (low + int(around.argmin()))))
     places.append((len(words), len(wave)))
-    return Cut(words, (wave.clip(-1, 1) * 32767).astype(np.int16), _plausible(words, places))
+    return Cut(words, _whole_numbers(wave), _plausible(words, places))
+
+
+def cut_again(clip: Spoken, words: list[str], places: list[tuple[int, int]]) -> Cut:
+    """The result of an earlier `cut` of the same recording, without aligning it again."""
+    return Cut(words, _whole_numbers(_read(clip.path)), places)
+
+
+def _whole_numbers(wave: _Wave) -> npt.NDArray[np.int16]:
+    return (wave.clip(-1, 1) * 32767).astype(np.int16)
 
 
 def _plausible(words: Sequence[str], places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -6,19 +6,20 @@ codes; pieces of a few words, cut at quiet places (`align`), make any number of 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import soundfile
 import torch
-from align import RATE, Cut, cut
+from align import RATE, Cut, cut, cut_again
 from corpus import Spoken
 
 SPEEDS, MORE_SPEEDS = (0.94, 1.06), (0.88, 0.94, 1.06, 1.12)
@@ -50,13 +51,38 @@ def _at_speed(folder: Path, job: tuple[int, Spoken, float]) -> Spoken:
     )
 
 
-def spliced(clips: Sequence[Spoken], folder: Path, hours: float, speeds: Sequence[float]) -> list[Spoken]:
-    """Write so many hours of sentences, each spliced from several clips of one speaker, at any of the speeds."""
-    folder.mkdir(parents=True, exist_ok=True)
+def cut_all(clips: Sequence[Spoken], known: Path | None = None) -> list[Cut | None]:
+    """Cut every clip; with `known`, a file of `write_cuts`, as was done then."""
+    if known is not None and known.is_file():
+        found: dict[str, Any] = json.loads(known.read_text(encoding="utf-8"))
+        given = [found[_key(known.parent, clip)] for clip in clips]
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(lambda clip, one: one and cut_again(clip, *one), clips, given))
     with ProcessPoolExecutor(
         mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
     ) as processes:
-        cuts = list(processes.map(cut, clips, chunksize=16))
+        return list(processes.map(cut, clips, chunksize=16))
+
+
+def write_cuts(clips: Sequence[Spoken], file: Path) -> None:
+    """Write where the clips of a folder can be cut: aligning them takes minutes where there are few cores."""
+    cuts = {
+        _key(file.parent, clip): one and (one.words, one.places)
+        for clip, one in zip(clips, cut_all(clips), strict=True)
+    }
+    file.write_text(json.dumps(cuts, ensure_ascii=False), encoding="utf-8")
+
+
+def _key(folder: Path, clip: Spoken) -> str:
+    return str(Path(clip.path).relative_to(folder.resolve()))
+
+
+def spliced(
+    clips: Sequence[Spoken], folder: Path, hours: float, speeds: Sequence[float], known: Path | None = None
+) -> list[Spoken]:
+    """Write so many hours of sentences, each spliced from several clips of one speaker, at any of the speeds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cuts = cut_all(clips, known)
     by_speaker: dict[str, list[Cut]] = {}
     for clip, one in zip(clips, cuts, strict=True):
         if one is not None:

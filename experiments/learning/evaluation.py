@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +54,7 @@ from myxtts.tools.evaluate import ABOUT_FILE, ITEMS_FILE, SCORES_FILE, score
 
 MEASURES = {"wer": "WER", "cer": "CER", "similarity": "similarity", "same_speaker_share": "≥ 0.345", "mos": "MOS"}
 PACKED = (ITEMS_FILE, ABOUT_FILE, SCORES_FILE)
+PACKED_SUFFIXES = (".svg", ".jsonl", ".log")
 console = Console(width=140, highlight=False)
 
 
@@ -181,16 +183,17 @@ def gpt_seconds(run: Path, step: int) -> float | None:
 def pack(out: Path, file: Path) -> None:
     """Pack everything to be judged into one file; Opus takes about a tenth of the size of WAV."""
     is_opus = "OPUS" in soundfile.available_subtypes("OGG")
-    with zipfile.ZipFile(file, "w") as packed:
+    waves, temporary = sorted(out.rglob("*.wav")), file.with_suffix(".tmp")
+    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as packed, ThreadPoolExecutor() as pool:
+        for path, content in zip(waves, pool.map(_opus if is_opus else Path.read_bytes, waves), strict=True):
+            packed.writestr(str(path.relative_to(out).with_suffix(".ogg" if is_opus else ".wav")), content)
         for path in sorted(out.rglob("*")):
-            name = path.relative_to(out)
-            if path.suffix == ".wav" and is_opus:
-                packed.writestr(str(name.with_suffix(".ogg")), _opus(path))
-            elif path.name in PACKED:
+            if path.name in PACKED:
                 text = path.read_text(encoding="utf-8")
-                packed.writestr(str(name), text.replace('.wav"', '.ogg"') if is_opus else text)
-            elif path.suffix in (".wav", ".svg") or path.name == "learning.json":
-                packed.write(path, str(name))
+                packed.writestr(str(path.relative_to(out)), text.replace('.wav"', '.ogg"') if is_opus else text)
+            elif path.suffix in PACKED_SUFFIXES or path.name == "learning.json":
+                packed.write(path, str(path.relative_to(out)))
+    temporary.replace(file)  # a process that is killed here leaves the last one
     console.print(f"{file}: {file.stat().st_size / 2**20:.1f} MiB")
 
 

@@ -4,11 +4,13 @@ Is a reference voice cut from another clip better than one cut from the clip its
 on the same codes. Is the checkpoint with the lowest validation loss the one that speaks best? Checkpoints of the
 first GPT speak validation sentences, by which one is chosen, and test sentences, by which choices are compared.
 
-    python experiments/learning/listening.py run --speech en7.zip --home DIR     trains, speaks: DIR/spoken.zip
+    python experiments/learning/listening.py cut --speech en7.zip --out SPEECH   optional: aligns where no GPU is
+    python experiments/learning/listening.py run --speech SPEECH --home DIR      trains, speaks: DIR/spoken.zip
     python experiments/learning/listening.py judge DIR/spoken.zip                where the judges are (make judge)
 
 Corpus and settings are those of learn.py, with all speakers as targets. Sentences are spoken in the voice of
-another recording of the speaker. No speaker is trained on validation or test sentences.
+another recording of the speaker. No speaker is trained on validation or test sentences. Both GPTs train at once,
+and checkpoints speak meanwhile; `--seconds` stops the trainings in time to speak with what there is.
 """
 
 from __future__ import annotations
@@ -16,16 +18,18 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
+import sys
 import time
 import zipfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from augment import SPEEDS, at_other_speeds, spliced
+from augment import MORE_SPEEDS, SPEEDS, at_other_speeds, spliced, write_cuts
 from corpus import RECORDINGS, Spoken, plain, read_speech, split, unpacked, write_corpus
 from evaluation import Checkpoint, gpt_steps, held_out_losses, pack, run_at
 from learn import HAS_ESPEAK
@@ -56,10 +60,11 @@ NUM_TEST, NUM_CHOOSING = 32, 16
 """Sentences that compare and that choose; the validation loss is that of all held-out clips but the first."""
 FEW = 8  # sentences that an evaluation speaks by default
 MAX_SECONDS, MAX_MEL_FRAMES = 6.9, 640  # of a recording, and of a clip at the slowest speed
-CHECKPOINTS_SPOKEN = 6  # the newest; earlier ones do not speak yet
+CHECKPOINTS_SPOKEN = 6  # the last ones; earlier ones do not speak yet
+SPEAKING_S, POLL_S = 45.0, 1.0  # what is left of `--seconds` to speak with the last checkpoints
 SEED, DRAWS = 1, 10_000
 TEST, CHOOSING = "test", "choosing"
-ITEMS, ABOUT, PARTS = "items.json", "about.json", "parts.json"
+ITEMS, ABOUT, PARTS, CUTS = "items.json", "about.json", "parts.json", "cuts.json"
 SCORES = {"wer": "WER", "cer": "CER", "similarity": "similarity", "same_speaker_share": "same", "mos": "MOS"}
 LOSSES = {"loss": "other clip", "loss_hearing_clip": "the clip", "loss_wrong_text": "wrong text"}
 
@@ -69,17 +74,35 @@ Item = dict[str, Any]
 # Train and speak
 
 
+def cut(options: argparse.Namespace) -> None:
+    """Copy the recordings that are short enough, and write where they can be cut."""
+    folder, out = unpacked(options.speech, options.out / "all"), options.out
+    clips = [clip for clip in read_speech(folder) if clip.seconds <= MAX_SECONDS]
+    kept = {Path(clip.path).relative_to(folder.resolve()) for clip in clips}
+    header, *lines = (folder / "metadata.csv").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in lines if Path(line.split("|")[0]) in kept]
+    for path in kept:
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / path, out / path)
+    (out / "metadata.csv").write_text("\n".join([header, *lines, ""]), encoding="utf-8")
+    shutil.rmtree(out / "all", ignore_errors=True)
+    write_cuts(read_speech(out), out / CUTS)
+
+
 def make_corpus(options: argparse.Namespace) -> None:
-    """Write `dvae` and `gpt` with the validation clips, and `RECORDINGS` with the test clips before these."""
-    clips = [clip for clip in read_speech(unpacked(options.speech, options.corpus)) if clip.seconds <= MAX_SECONDS]
+    """Write `gpt` with the validation clips, and `RECORDINGS` with the test clips before these."""
+    folder = unpacked(options.speech, options.corpus)
+    clips = [clip for clip in read_speech(folder) if clip.seconds <= MAX_SECONDS]
     wanted = {name: int(count) for name, _, count in (one.partition("=") for one in options.hold_out)}
     parts = split(clips, wanted or HELD_OUT)
     held_out = in_turns(parts.held_out)
-    trained = parts.train + at_other_speeds(parts.train, options.corpus / "speeds", SPEEDS)
+    own = [clip for clip in parts.train if options.voice in (None, clip.speaker)]
+    others = [clip for clip in parts.train if options.voice not in (None, clip.speaker)]
+    trained = own + at_other_speeds(own, options.corpus / "speeds", SPEEDS)
     if options.spliced_hours:
-        trained += spliced(parts.train, options.corpus / "spliced", options.spliced_hours, SPEEDS)
-    for name in ("dvae", "gpt"):
-        write_corpus(parts._replace(train=trained, held_out=held_out[options.test :]), options.corpus / name)
+        trained += spliced(own, options.corpus / "spliced", options.spliced_hours, SPEEDS, folder / CUTS)
+    trained += others + at_other_speeds(others, options.corpus / "others", MORE_SPEEDS)
+    write_corpus(parts._replace(train=trained, held_out=held_out[options.test :]), options.corpus / "gpt")
     write_corpus(parts._replace(held_out=held_out), options.corpus / RECORDINGS)
     chosen = {TEST: held_out[: options.test], CHOOSING: held_out[options.test :][: options.choosing]}
     texts = {plain(clip.text): part for part, some in chosen.items() for clip in some}
@@ -91,15 +114,17 @@ def make_corpus(options: argparse.Namespace) -> None:
 
 
 def in_turns(clips: Sequence[Spoken]) -> list[Spoken]:
-    """The clips of all speakers, one of each in turn."""
-    speakers = sorted({clip.speaker for clip in clips})
-    rows = zip_longest(*([clip for clip in clips if clip.speaker == speaker] for speaker in speakers))
-    return [clip for row in rows for clip in row if clip is not None]
+    """The clips in an order in which any part has about the same share of every speaker."""
+    counts, before, places = Counter(clip.speaker for clip in clips), Counter[str](), list[tuple[float, str]]()
+    for clip in clips:
+        places.append(((before[clip.speaker] + 0.5) / counts[clip.speaker], clip.speaker))
+        before[clip.speaker] += 1
+    return [clips[at] for at in sorted(range(len(clips)), key=places.__getitem__)]
 
 
 def speak(options: argparse.Namespace, arm: str, step: int) -> None:
     """Speak with one checkpoint, and add that to what is to be judged."""
-    label, out, began = f"{arm}-{step:06d}", options.out, time.perf_counter()
+    label, out, began = label_of(arm, step), options.out, time.perf_counter()
     parts = json.loads((options.corpus / PARTS).read_text(encoding="utf-8"))
     with run_at(options.home / arm, Checkpoint(label, step, "griffin-lim", ())) as then:
         data = replace(load(then / "settings.yaml", {}).settings.data, tokenizer=then / "vocab.json")
@@ -126,13 +151,6 @@ def speak(options: argparse.Namespace, arm: str, step: int) -> None:
         facts["part"] = parts[plain(one.text)]
         items.append({"set": SYNTHESISED, "label": label, "file": one.file(label), **facts})
         items.append({"set": RECORDING, "label": RECORDING, "file": one.clip.file, **facts})
-    known = [line for line in read_metrics(options.home / arm / "metrics.jsonl") if line.get("stage") == "gpt"]
-    losses |= {
-        name: line["losses"]["total"]
-        for name, kind in (("validation", "validation"), ("training", "step"))
-        for line in known
-        if (line["kind"], line["step"]) == (kind, step)
-    }
     write_json(out / ITEMS, items)
     write_json(out / ABOUT, about | {label: {"arm": arm, "step": step, **losses}})
     console.print(f"{label}: {len(work)} sentences spoken in {time.perf_counter() - began:.1f} s")
@@ -140,30 +158,118 @@ def speak(options: argparse.Namespace, arm: str, step: int) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Train both GPTs and speak with them; what is there already is not repeated."""
-    began, deadline = time.perf_counter(), Deadline(None)
+    began, deadline = time.perf_counter(), Deadline(options.seconds)
+
+    def said(what: str) -> None:
+        console.print(f"{what} after {time.perf_counter() - began:.0f} s")
+
     options.corpus, options.out, options.phonemes = options.home / "corpus", options.home / "spoken", HAS_ESPEAK
     options.decoder_steps, options.decoder_batch = 0, 1
+    if options.arm is not None:
+        train_arm(options, deadline)
+        return
     if not (options.corpus / PARTS).is_file():
         make_corpus(options)
-    for arm in ARMS:
+        said("corpus")
+    options.run = options.home / ARMS[0]
+    train_stage(options, "dvae", deadline, our_settings(options))
+    said("dvae")
+    for arm in ARMS[1:]:
+        if not (options.home / arm).is_dir():
+            ignored = shutil.ignore_patterns("gpt", "metrics.jsonl", "lock")
+            shutil.copytree(options.home / ARMS[0], options.home / arm, ignore=ignored)
+    left = deadline.left_s
+    seconds = None if left is None else max(left - SPEAKING_S, 0.0)
+    trainings = {arm: begin_training(options, arm, seconds) for arm in ARMS}
+    tried = {label for label, facts in read_json(options.out / ABOUT, {}).items() if "loss" in facts}
+    while any(training.poll() is None for training in trainings.values()) and not deadline.is_over:
+        first = steps_to_compare(options, ARMS[0])
+        speak_new(options, ARMS[0], [step for step in first if is_late(options, step)], tried)
+        time.sleep(POLL_S)
+    for arm, training in trainings.items():
+        said(f"gpt of {arm}, exit status {training.poll()},")
+        if training.poll() is None:
+            training.kill()
+        if training.wait():
+            print("".join((options.home / f"{arm}.log").read_text(errors="replace").splitlines(True)[-30:]))
+    reached = {arm: steps_to_compare(options, arm) for arm in ARMS}
+    equal = sorted(set.intersection(*map(set, reached.values())))[-1:]
+    for arm in ARMS:  # what compares the arms first: time may run out
+        speak_new(options, arm, equal or reached[arm][-1:], tried)
+    speak_new(options, ARMS[0], [step for step in reached[ARMS[0]] if is_late(options, step)], tried)
+    said("all")
+
+
+def our_settings(options: argparse.Namespace) -> dict[str, object]:
+    return {
+        "data.train_data": str(options.corpus / "gpt"),
+        "data.max_mel_frames": MAX_MEL_FRAMES,
         # Every command removes the checkpoints of all stages that are too many for it.
-        ours = {"data.max_mel_frames": MAX_MEL_FRAMES, "training.keep_checkpoints": NUM_CHECKPOINTS + 1}
-        options.run = options.home / arm
-        if arm != ARMS[0] and not options.run.is_dir():
-            shutil.copytree(
-                options.home / ARMS[0], options.run, ignore=shutil.ignore_patterns("gpt", "metrics.jsonl")
-            )
-        train_stage(options, "dvae", deadline, ours)
-        train_stage(options, "gpt", deadline, ours | {"data.reference_clip": arm})
-        console.print(f"after {time.perf_counter() - began:.0f} s")
-        steps = gpt_steps(options.run)[-CHECKPOINTS_SPOKEN if arm == ARMS[0] else -1 :]
-        for step in steps:
-            try:
-                speak(options, arm, step)
-            except Exception:  # the other checkpoints and the other training go on
-                console.print_exception()
-        pack(options.out, options.zip or options.home / "spoken.zip")
-        console.print(f"after {time.perf_counter() - began:.0f} s")
+        "training.keep_checkpoints": NUM_CHECKPOINTS + 2,
+    }
+
+
+def begin_training(options: argparse.Namespace, arm: str, seconds: float | None) -> subprocess.Popen[bytes]:
+    """Train the GPT of an arm in a process of its own, which prints to a file."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm]
+    if seconds is not None:
+        command += ["--seconds", str(seconds)]
+    with open(options.home / f"{arm}.log", "ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def train_arm(options: argparse.Namespace, deadline: Deadline) -> None:
+    options.run = options.home / options.arm
+    train_stage(options, "gpt", deadline, our_settings(options) | {"data.reference_clip": options.arm})
+
+
+def steps_to_compare(options: argparse.Namespace, arm: str) -> list[int]:
+    """The steps of an arm's checkpoints, except the one at which a deadline stopped it: the arms share these."""
+    found = gpt_steps(options.home / arm)
+    return [step for step in found if step % steps_between(options) == 0 or step == options.gpt_steps]
+
+
+def steps_between(options: argparse.Namespace) -> int:
+    return max(int(options.gpt_steps) // NUM_CHECKPOINTS, 1)
+
+
+def is_late(options: argparse.Namespace, step: int) -> bool:
+    return bool(step > options.gpt_steps - CHECKPOINTS_SPOKEN * steps_between(options))
+
+
+def speak_new(options: argparse.Namespace, arm: str, steps: Collection[int], tried: set[str]) -> None:
+    """Speak with the checkpoints that were not tried, and pack after each what there is so far."""
+    for step in steps:
+        if (label := label_of(arm, step)) in tried:
+            continue
+        tried.add(label)
+        try:
+            speak(options, arm, step)
+            write_json(options.out / ABOUT, with_losses(options, read_json(options.out / ABOUT, {})))
+            for name in ARMS:
+                for path in (options.home / name / "metrics.jsonl", options.home / f"{name}.log"):
+                    if path.is_file():
+                        shutil.copy(path, options.out / f"{name}{path.suffix}")
+            pack(options.out, options.zip or options.home / "spoken.zip")
+        except Exception:  # the other checkpoints and the other training go on
+            console.print_exception()
+
+
+def with_losses(options: argparse.Namespace, about: Mapping[str, Item]) -> dict[str, Item]:
+    """What is known of each checkpoint, with its validation and training losses: known after it was saved."""
+    found = {label: dict(facts) for label, facts in about.items()}
+    for arm in ARMS:
+        if (file := options.home / arm / "metrics.jsonl").is_file():
+            for line in read_metrics(file):
+                label = label_of(arm, line.get("step", 0))
+                name = {"validation": "validation", "step": "training"}.get(line["kind"])
+                if line.get("stage") == "gpt" and label in found and name is not None:
+                    found[label][name] = line["losses"]["total"]
+    return found
+
+
+def label_of(arm: str, step: int) -> str:
+    return f"{arm}-{step:06d}"
 
 
 # Judge
@@ -176,8 +282,11 @@ def judge(options: argparse.Namespace) -> None:
         with zipfile.ZipFile(out) as packed:
             packed.extractall(out := out.with_suffix(""))
     items, about = read_json(out / ITEMS, []), read_json(out / ABOUT, {})
-    ours = [label for label, facts in about.items() if facts["arm"] == ARMS[0]]
-    lasts = {facts["arm"]: label for label, facts in about.items()}  # the last label of each arm
+    about = dict(sorted(about.items(), key=lambda known: known[1]["step"]))
+    ours = [label for label, facts in about.items() if facts["arm"] == ARMS[0] and "validation" in facts]
+    equal = [
+        (label_of(ARMS[0], facts["step"]), label) for label, facts in about.items() if facts["arm"] != ARMS[0]
+    ]
     choosing = judged(
         out, CHOOSING, [item for item in items if item["part"] == CHOOSING and item["label"] in ours]
     )
@@ -192,16 +301,15 @@ def judge(options: argparse.Namespace) -> None:
         found["-mos"] = whole["mos"]
         signs = {name: -1.0 if name.startswith("-") else 1.0 for name in found}
         scores[label] |= {name.lstrip("-"): signs[name] * float(value or 0) for name, value in found.items()}
-    picks = {by: min(ours, key=lambda label: scores[label][by]) for by in scores[ours[0]]} | {
-        "newest": lasts[ARMS[0]]
-    }
+    picks = {by: min(ours, key=lambda label: scores[label][by]) for by in scores[ours[0]]} | {"newest": ours[-1]}
     for by, label in picks.items():
         console.print(f"chosen by {by}: {label}")
-    wanted = {RECORDING, *lasts.values(), *(ours if options.all else picks.values())}
+    wanted = {RECORDING, *(ours if options.all else picks.values()), *(label for pair in equal for label in pair)}
     test = judged(out, TEST, [item for item in items if item["part"] == TEST and item["label"] in wanted])
     show("Test sentences", test, about)
+    show("by speaker", [row | {"label": f"{row['label']} {row['speaker']}"} for row in test], {})
     pairs = {(label, picks["loss"]) for label in picks.values()}
-    pairs |= {(lasts[ARMS[0]], lasts[arm]) for arm in ARMS[1:] if arm in lasts}
+    pairs |= {pair for pair in equal if pair[0] in about}
     for ours_label, against in sorted(pair for pair in pairs if pair[0] != pair[1]):
         for name in ("wer", "similarity", "mos"):
             console.print(f"{ours_label} against {against}, {name}: {difference(test, ours_label, against, name)}")
@@ -267,12 +375,20 @@ def write_json(path: Path, content: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True)
-    running, judging = commands.add_parser("run"), commands.add_parser("judge")
+    cutting, running, judging = (commands.add_parser(name) for name in ("cut", "run", "judge"))
+    cutting.set_defaults(call=cut)
+    cutting.add_argument("--speech", type=Path, required=True)
+    cutting.add_argument("--out", type=Path, required=True)
     running.set_defaults(call=run)
     running.add_argument("--speech", type=Path, required=True, help="a zip file or folder, see learn.py")
     running.add_argument("--home", type=Path, required=True)
     running.add_argument("--zip", type=Path, help="what to write instead of spoken.zip in --home")
     running.add_argument("--hold-out", nargs="*", default=[], metavar="SPEAKER=SENTENCES")
+    running.add_argument("--voice", metavar="SPEAKER", help="splice sentences of this speaker only")
+    running.add_argument(
+        "--seconds", type=float, help="stop training in time to have spoken after so many seconds"
+    )
+    running.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)  # of a process that only trains
     running.add_argument("--test", type=int, default=NUM_TEST)
     running.add_argument("--choosing", type=int, default=NUM_CHOOSING)
     running.add_argument("--spliced-hours", type=float, default=6.0 if HAS_ESPEAK else 0.0)
