@@ -12,11 +12,11 @@ from real import pack, unpack
 from speech import BUCKET, Pending, batches, fault, played_samples, resample, resampling_filter
 from teacher import SnakeBlock, Spoken, span
 from texts import FEWEST, HEADER, MOST, TEST_SENTENCES, Texts, assemble, clean, join, normal, split
-from voices import FRENCH, HELD_OUT_PEOPLE, HELD_OUT_VOICES, SHIFTS, french_voices, make_voices
+from voices import HELD_OUT_PEOPLE, HELD_OUT_VOICES, NATIVES, SHIFTS, cast, make_voices, native_voices
 
 from myxtts.data.corpus import read_corpus
 
-KNOWN = sorted([*HELD_OUT_VOICES, FRENCH, *(f"af_{number}" for number in range(9))])
+KNOWN = sorted([*HELD_OUT_VOICES, *NATIVES["fr"], *NATIVES["it"], *(f"af_{number}" for number in range(9))])
 WORDS = ["the", "old", "boat", "sails", "slowly", "over", "dark", "water", "while", "children", "sing"]
 
 
@@ -31,7 +31,18 @@ def test_no_voice_contains_a_held_out_one_and_a_third_is_shifted() -> None:
     assert not set(voices.names) & set(HELD_OUT_VOICES)
     assert len(set(voices.names)) == len(voices.weights) == 120 and (voices.shifts > 0).sum() == 40
     np.testing.assert_allclose(voices.weights.sum(1), 1, atol=1e-5)
-    assert len(french_voices(voices, KNOWN)) >= 13
+    assert len(native_voices(voices, KNOWN, "fr")) >= 13 and len(native_voices(voices, KNOWN, "it")) >= 13
+    assert not len(native_voices(voices, KNOWN, "fa"))
+
+
+def test_french_is_only_spoken_by_natives_and_half_of_italian() -> None:
+    rng = np.random.default_rng(0)
+    voices = make_voices(KNOWN, 120, 12, rng)
+    share = {
+        language: np.isin(cast(voices, KNOWN, language, 4000, rng), native_voices(voices, KNOWN, language)).mean()
+        for language in ("fr", "it", "en")
+    }
+    assert share["fr"] == 1 and 0.5 < share["it"] < 0.7 and share["en"] == 0
 
 
 def test_joined_clips_are_of_one_to_three_sentences_and_never_too_long() -> None:
@@ -62,8 +73,8 @@ def test_texts_survive_the_file_and_voices_fit_their_language(tmp_path: Path) ->
     made, test = assemble(tmp_path, letters, {"en": 0.5, "fr": 0.2}, KNOWN)
     made.save(tmp_path / "texts.npz")
     texts = Texts.load(tmp_path / "texts.npz")
-    held_out, french = {text for _, text, _ in test}, set(french_voices(texts.voices, KNOWN))
-    assert len(held_out) == TEST_SENTENCES["en"]
+    held_out, french = {text for _, text, _ in test}, set(native_voices(texts.voices, KNOWN, "fr"))
+    assert len(held_out) == TEST_SENTENCES["en"]  # the French ones are among them
     for clip in range(len(texts.clips)):
         parts = [texts.sentences[at] for at in texts.parts(clip)]
         assert texts.ids(clip).tolist() == [letters[letter] for letter in " ".join(parts)]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from voices import HELD_OUT_VOICES, Voices, french_voices, make_voices
+from voices import HELD_OUT_VOICES, Voices, cast, make_voices
 
 ESPEAK = {"es": "es", "fr": "fr-fr", "hi": "hi", "it": "it", "pt": "pt-br", "fa": "fa"}
 PERSIAN = (("a", "æ"), ("r", "ɾ"), ("q1", "ɣ"), ("1", ""))  # espeak's symbols as the nearest the teacher knows
@@ -32,10 +32,10 @@ LANGUAGES = ("en", "fa", "es", "fr", "it", "pt", "hi")
 FEWEST, MOST = 44, 165  # phonemes of a clip: 3 to 12 seconds
 MOST_SENTENCES = 3
 PER_SECOND = 15.0  # phonemes, on average
-TEST_SENTENCES = {"en": 500, "fa": 300}
+TEST_SENTENCES = {"en": 500, "fa": 300, "es": 40, "fr": 40, "hi": 40, "it": 40, "pt": 40}
 TEST_WORDS = range(5, 15)
 BARE = 0.1  # share of clips whose text has no final full stop, as people type
-VOICES, FRENCH_MIXES = 1400, 60
+VOICES, NATIVE_MIXES = 2400, 160  # in all, and of each language that has native voices
 REFERENCES = 12  # clips of each voice that is held out
 
 
@@ -175,17 +175,28 @@ def normal(sentence: str) -> str:
     return "".join(letter for letter in sentence.casefold() if letter.isalnum())
 
 
-def split(sentences: Sequence[str], held_out: int) -> tuple[list[int], list[int]]:
-    """Return the sentences for training and those for tests, chosen by a hash so that new ones change little."""
+def split(sentences: Sequence[str], held_out: int, before: Sequence[str] = ()) -> tuple[list[int], list[int]]:
+    """Return the sentences for training and those for tests: those held out `before`, and others by a hash."""
     keys = [normal(sentence) for sentence in sentences]
-    order = sorted(range(len(keys)), key=lambda at: hashlib.sha256(keys[at].encode()).digest())
+    known = {normal(sentence) for sentence in before}
     test: dict[str, int] = {}
+    for at, key in enumerate(keys):
+        if key in known:
+            test.setdefault(key, at)
+    order = sorted(range(len(keys)), key=lambda at: hashlib.sha256(keys[at].encode()).digest())
+    absent = len(known) - len(test)
     for at in order:
-        if len(test) == held_out:
+        if len(test) + absent >= held_out:
             break
         if len(sentences[at].split()) in TEST_WORDS:
             test.setdefault(keys[at], at)
     return [at for at, key in enumerate(keys) if key not in test], sorted(test.values())
+
+
+def read_test(path: Path) -> list[tuple[str, str]]:
+    """Return languages and texts of the sentences that a file holds out; none if there is no file yet."""
+    lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.is_file() else []
+    return [(language, text) for language, _, text in (line.partition("|") for line in lines)]
 
 
 def join(lengths: npt.NDArray[np.int64], rng: np.random.Generator) -> list[list[int]]:
@@ -222,11 +233,16 @@ def fill(lengths: npt.NDArray[np.int64], hours: float, rng: np.random.Generator)
 
 
 def assemble(
-    phonemes: Path, vocabulary: dict[str, int], hours: dict[str, float], known: list[str], seed: int = 0
+    phonemes: Path,
+    vocabulary: dict[str, int],
+    hours: dict[str, float],
+    known: list[str],
+    seed: int = 0,
+    before: Sequence[tuple[str, str]] = (),
 ) -> tuple[Texts, list[tuple[str, str, bytes]]]:
     """Return clips in random order for so many hours of each language, and test sentences with their phonemes."""
     rng = np.random.default_rng(seed)
-    voices = make_voices(known, VOICES, FRENCH_MIXES, rng)
+    voices = make_voices(known, VOICES, NATIVE_MIXES, rng)
     test: list[tuple[str, str, bytes]] = []
     sentences: list[str] = []
     ids: list[bytes] = []
@@ -237,7 +253,9 @@ def assemble(
         found = dict(read_phonemes(phonemes, language))
         spelt = {text: bytes(vocabulary[p] for p in said if p in vocabulary) for text, said in found.items()}
         texts = [text for text, said in spelt.items() if 8 <= len(said) <= MOST]
-        train, held_out = split(texts, TEST_SENTENCES.get(language, 0))
+        train, held_out = split(
+            texts, TEST_SENTENCES.get(language, 0), [text for its, text in before if its == language]
+        )
         test += [(language, texts[at], spelt[texts[at]]) for at in held_out]
         start = len(sentences)
         sentences += [texts[at] for at in train]
@@ -245,12 +263,16 @@ def assemble(
         languages += [LANGUAGES.index(language)] * len(train)
         made = fill(np.array([len(spelt[texts[at]]) for at in train]), wanted, rng)
         clips += [[start + at for at in clip] for clip in made]
-        able = french_voices(voices, known) if language == "fr" else np.arange(VOICES)
-        speakers += rng.choice(able, len(made)).tolist()
+        speakers += cast(voices, known, language, len(made), rng).tolist()
         print(
             f"{language}: {len(train)} sentences, {len(made)} clips for {wanted} hours, {len(held_out)} held out"
         )
     order = rng.permutation(len(clips))
+    used = sorted({at for clip in clips for at in clip})  # the others need not travel
+    new = {at: number for number, at in enumerate(used)}
+    sentences, ids = [sentences[at] for at in used], [ids[at] for at in used]
+    languages = [languages[at] for at in used]
+    clips = [[new[at] for at in clip] for clip in clips]
     padded = np.array([clips[at] + [-1] * (MOST_SENTENCES - len(clips[at])) for at in order], np.int32)
     flat, ends = np.frombuffer(b"".join(ids), np.uint8), np.cumsum([len(one) for one in ids]).astype(np.uint32)
     spoken = np.array(speakers, np.int64)[order]
@@ -290,7 +312,8 @@ def main() -> None:
     clips.add_argument("--vocabulary", type=Path, required=True, help="config.json of the teacher")
     clips.add_argument("--voices", type=Path, required=True, help="folder of the teacher's voices, NAME.bin")
     clips.add_argument("--hours", nargs="+", required=True, metavar="LANGUAGE=HOURS")
-    clips.add_argument("--test", type=Path, required=True, help="where to write the held-out sentences")
+    clips.add_argument("--test", type=Path, required=True, help="held-out sentences: those in the file, and more")
+    clips.add_argument("--seed", type=int, default=0, help="other voices, joins and order for another portion")
     clips.add_argument("--references", type=Path, help="where to write clips of the held-out voices, as --out")
     clips.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -302,11 +325,14 @@ def main() -> None:
     hours = {language: float(value) for language, _, value in (item.partition("=") for item in options.hours)}
     vocabulary = json.loads(options.vocabulary.read_text(encoding="utf-8"))["vocab"]
     known = sorted(path.stem for path in options.voices.glob("*.bin"))
-    texts, test = assemble(options.phonemes, vocabulary, hours, known)
+    before = read_test(options.test)
+    texts, test = assemble(options.phonemes, vocabulary, hours, known, options.seed, before)
     texts.save(options.out)
     if options.references:
         references(test, known, texts.space).save(options.references)
-    lines = ["language|text", *(f"{language}|{text}" for language, text, _ in test)]
+    known_before = {normal(text) for _, text in before}
+    rows = before + [(language, text) for language, text, _ in test if normal(text) not in known_before]
+    lines = ["language|text", *(f"{language}|{text}" for language, text in rows)]
     options.test.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{options.out}: {len(texts.clips)} clips, {options.out.stat().st_size / 1e6:.1f} MB")
 
