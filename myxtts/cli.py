@@ -263,6 +263,7 @@ def _add_speak(commands: Any) -> None:
     add("--book", type=Path, metavar="FILE", help=book)
     _add_model(speak)
     add("--speaker", type=Path, action="append", metavar="FILE", help="recording of the voice; may be repeated")
+    _add_adapt(speak, "with --speaker: ")
     voice = "a voice that myxtts voices lists [default: the first]; with --speaker: save the voice under this name"
     add("--voice", metavar="NAME", help=voice)
     add("--language", choices=LANGUAGES, help="language of the text [default: detected]")
@@ -287,6 +288,13 @@ def _add_speak(commands: Any) -> None:
     add("recordings", type=Path, nargs="*", metavar="RECORDING", help="with --add: recordings of one person")
     add("--language", choices=LANGUAGES, action="append", help="with --add: of the speaker; may be repeated")
     add("--description", default="", metavar="TEXT", help="with --add: what the voice is like, for the list")
+    _add_adapt(voices, "with --add: ")
+
+
+def _add_adapt(command: Any, when: str) -> None:
+    adapt = f"{when}learn the voice from the recording, which takes some 20 s on two CPU cores "
+    adapt += "[default: if the model can, as the base model]"
+    command.add_argument("--adapt", action=argparse.BooleanOptionalAction, help=adapt)
 
 
 def _add_serve(commands: Any) -> None:
@@ -713,9 +721,10 @@ def _report(options: argparse.Namespace) -> None:
 
 
 _ABOUT_CLONING = (
-    "Hint: from a recording alone the base model sounds like few real people. Half a minute of their speech is "
-    "enough to fine-tune it: make train DATA=DIR (docs/base-model.md, Making it yours)"
+    "Hint: the voice was learnt from the recording; --voice NAME keeps it. Closer still: fine-tune the model on "
+    "half a minute of speech, make train DATA=DIR (docs/base-model.md, Making it yours)"
 )
+_WITHOUT_ADAPTING = "Hint: without --adapt the base model sounds like few real people"
 
 
 def _speak(options: argparse.Namespace) -> None:
@@ -755,14 +764,15 @@ def _speak(options: argparse.Namespace) -> None:
     work_on(device := device_named(options.device))
     synthesizer = load_synthesizer(folder, vocoder=options.vocoder, device=device, best_gpt=options.best)
     if references:
-        voice = synthesizer.voice_of(references, options.voice or options.speaker[0].stem)
+        name, adapt = options.voice or options.speaker[0].stem, _adapts(options, synthesizer)
+        voice = synthesizer.voice_of(references, name, adapt=adapt, progress=ProgressLines())
         if options.voice:
             _say(f"Voice saved: {voices.save(voice)}")
     else:
         voice = voices.load(options.voice or voices.default(language))
     _say(f"Speaking {LANGUAGE_NAMES[language]} with {_model_name(folder)}, voice {voice.name}")
     if options.speaker and folder == config.BASE_FOLDER:
-        _say(_ABOUT_CLONING)
+        _say(_ABOUT_CLONING if voice.offsets is not None else _WITHOUT_ADAPTING)
     sampling = override_sampling(synthesizer.sampling, options)
     if book or markup or options.listen or options.subtitles:
         _narrate(options, book, segments, synthesizer, voice, language, sampling)
@@ -908,9 +918,15 @@ def _model_name(folder: Path) -> str:
     return "the base model" if folder == config.BASE_FOLDER else f"the model in {folder}"
 
 
+def _adapts(options: argparse.Namespace, synthesizer: Synthesizer) -> bool:
+    """What --adapt or --no-adapt says, or else whether the model can."""
+    return synthesizer.adapts if options.adapt is None else bool(options.adapt)
+
+
 def _voices(options: argparse.Namespace) -> None:
     from myxtts.synthesis.synthesizer import load_synthesizer
     from myxtts.synthesis.voices import VoiceLibrary
+    from myxtts.terminal import ProgressLines
 
     if (options.add is None) != (not options.recordings):
         raise ConfigError("voices: to add one give a name and recordings: myxtts voices --add NAME FILE…")
@@ -918,7 +934,9 @@ def _voices(options: argparse.Namespace) -> None:
     library = VoiceLibrary(folder)
     if options.add is not None:
         library.path(options.add)  # reports an impossible name before anything is computed
-        voice = load_synthesizer(folder).voice(options.recordings, options.add)
+        synthesizer = load_synthesizer(folder)
+        adapt = _adapts(options, synthesizer)
+        voice = synthesizer.voice(options.recordings, options.add, adapt=adapt, progress=ProgressLines())
         about = {"languages": tuple(options.language or ()), "description": options.description}
         _say(*voice.notes, library.save(replace(voice, **about)))
         return

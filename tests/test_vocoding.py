@@ -15,7 +15,7 @@ from conftest import make_voice
 from synthesis_fixtures import make_model
 from torch import Tensor
 
-from myxtts.model.flow import REACH, STEPS, MelFlow
+from myxtts.model.flow import NUM_OFFSETS, REACH, STEPS, MelFlow
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, HifiGanDecoder, spectral_distance
 from myxtts.model.xtts import XTTS
@@ -180,7 +180,9 @@ def test_pieces_of_many_sentences_are_computed_together(mel_model: XTTS, window:
     alone, together = HifiGan(*given), HifiGan(*given, window_frames=window)
     lengths, speeds = (3, 6, 7, 23, 40, 61), (1.0, 2.0, 0.7, 1.3, 0.5, 1.0)
     sentences = [Generated(torch.randint(64, (length,)), torch.randn(length, 64)) for length in lengths]
-    speakers = F.normalize(torch.randn(len(lengths), 16), dim=1)
+    speakers = list(F.normalize(torch.randn(len(lengths), 16), dim=1))
+    if reads_mels:  # every other voice is adapted
+        speakers[::2] = [torch.cat([speaker, 0.3 * torch.randn(NUM_OFFSETS)]) for speaker in speakers[::2]]
     streams = [together.begin(*each) for each in zip(speakers, speeds, strict=True)]
     waves = [torch.zeros(0) for _ in lengths]
     for first in range(0, max(lengths), 9):

@@ -34,13 +34,15 @@ REACH = STEPS * sum(DILATIONS)
 TARGET_MEAN, TARGET_SCALE = -5.5, 2.5  # of HiFi-GAN's log-mels of speech
 GIVEN_MEAN, GIVEN_SCALE = -6.0, 4.0  # of the DVAE's, which are of powers
 NOISE_FRAMES = 8192  # after which the noise repeats
+NUM_OFFSETS = len(DILATIONS) * 2 * CHANNELS
+"""Offsets to the scales and shifts of all blocks, which can be learnt for a voice (`synthesis.adaptation`)."""
 
 
 class MelFlow(nn.Module):
     """The velocity network, and draws from it.
 
     `given` are the DVAE's mels and the GPT's latents, [B, 80 + latent_dim, F]; HiFi-GAN's mels are [B, 80, F],
-    speaker embeddings [B, speaker_dim, 1].
+    speaker embeddings [B, speaker_dim, 1], or [B, speaker_dim + NUM_OFFSETS, 1] with the offsets of the voices.
     """
 
     def __init__(self, latent_dim: int, speaker_dim: int) -> None:
@@ -62,12 +64,13 @@ class MelFlow(nn.Module):
         angles = time[:, None] * torch.exp(torch.arange(TIME_CHANNELS // 2, device=mel.device) * 0.25)
         times = torch.cat([angles.sin(), angles.cos()], 1)
         # An embedding has length 1; its channels should be about as large as those of the time.
-        condition = F.silu(self.time(times) + self.speaker(g.squeeze(2) * math.sqrt(g.shape[1])))
+        embedding, offsets = g.squeeze(2).tensor_split([self.speaker.in_features], 1)
+        condition = F.silu(self.time(times) + self.speaker(embedding * math.sqrt(embedding.shape[1])))
         x = self.first(torch.cat([mel, given[:, : mel.shape[1]]], 1).mT) + self.latents(
             given[:, mel.shape[1] :].mT
         )
-        for block in self.blocks:
-            x = block(x, condition, inside)
+        for index, block in enumerate(self.blocks):
+            x = block(x, condition, offsets[:, 2 * CHANNELS * index :][:, : 2 * CHANNELS], inside)
         velocity: Tensor = self.last(self.norm(x)).mT
         return velocity
 
@@ -103,8 +106,11 @@ class _Block(nn.Module):
         self.condition = nn.Linear(CHANNELS, 2 * CHANNELS)
         self.inner, self.outer = nn.Linear(3 * CHANNELS, INNER_CHANNELS), nn.Linear(INNER_CHANNELS, CHANNELS)
 
-    def forward(self, x: Tensor, condition: Tensor, inside: Tensor | None = None) -> Tensor:
-        scale, shift = self.condition(condition)[:, None].chunk(2, 2)
+    def forward(self, x: Tensor, condition: Tensor, offsets: Tensor, inside: Tensor | None = None) -> Tensor:
+        modulation = self.condition(condition)
+        if offsets.shape[1]:
+            modulation = modulation + offsets
+        scale, shift = modulation[:, None].chunk(2, 2)
         hidden = self.norm(x) * (1 + scale) + shift
         if inside is not None:
             hidden = torch.where(inside, hidden, 0)

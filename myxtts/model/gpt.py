@@ -447,21 +447,39 @@ class Said(NamedTuple):
     codes: Sequence[int]
 
 
+def _embedded(gpt: GPT, said: Said) -> Tensor:
+    """The positions of a sequence that predict its codes, and those before them: [positions, dim]."""
+    dims, like = gpt.dims, gpt.mel_embedding.weight
+    text = torch.tensor([dims.start_text, *said.ids, dims.stop_text], device=like.device)
+    audio = torch.tensor([dims.start_code, *said.codes[:-1]], device=like.device)
+    read = gpt.text_embedding(text) + gpt.text_pos_embedding.emb(torch.arange(len(text), device=like.device))
+    heard = gpt.mel_embedding(audio) + gpt.mel_pos_embedding.emb(torch.arange(len(audio), device=like.device))
+    return torch.cat([said.voice[0].to(like), read, heard])
+
+
+@torch.no_grad()
+def heard_latents(gpt: GPT, voice: Tensor, codes: Tensor) -> Tensor:
+    """The latents of codes [n] without their text: float32 [n, dim]."""
+    x = _embedded(gpt, Said(voice, (), codes.tolist()))[None]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    for block in gpt.gpt.h:
+        x = block(x, attend)
+    return gpt.norms(x)[0, -len(codes) :].float()
+
+
 @torch.no_grad()
 def text_attention(gpt: GPT, *sentences: Said) -> list[Tensor]:
     """How much each head attends to each text token while it predicts each code: [heads, codes, ids], float32.
 
     One for each sentence; `heads` are those of all layers.
     """
-    dims, like, first_id = gpt.dims, gpt.mel_embedding.weight, CONDITIONING_TOKENS + 1
-    rows, first_codes = list[Tensor](), list[int]()
-    for voice, ids, codes in sentences:
-        text = torch.tensor([dims.start_text, *ids, dims.stop_text], device=like.device)
-        audio = torch.tensor([dims.start_code, *codes[:-1]], device=like.device)
-        read = gpt.text_embedding(text) + gpt.text_pos_embedding.emb(torch.arange(len(text), device=like.device))
-        heard = gpt.mel_embedding(audio) + gpt.mel_pos_embedding.emb(torch.arange(len(audio), device=like.device))
-        rows.append(torch.cat([voice[0].to(like), read, heard]))
-        first_codes.append(first_id + len(ids) + 1)
+    like, first_id = gpt.mel_embedding.weight, CONDITIONING_TOKENS + 1
+    rows = [_embedded(gpt, said) for said in sentences]
+    first_codes = [first_id + len(said.ids) + 1 for said in sentences]
     x = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # nothing looks at what follows it
     most_codes, most_ids = (max(len(each[part]) for each in sentences) for part in (2, 1))
     places, row = torch.arange(x.shape[1], device=like.device), torch.arange(len(x), device=like.device)[:, None]

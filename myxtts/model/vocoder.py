@@ -175,7 +175,11 @@ class Generator(nn.Module):
         return self.body(self.conv_pre(frames), g)
 
     def body(self, x: Tensor, g: Tensor) -> Tensor:
-        """Samples of what `conv_pre` returned, [B, initial_channels, F], and speaker embeddings."""
+        """Samples of what `conv_pre` returned, [B, initial_channels, F], and speaker embeddings.
+
+        Offsets for the flow behind an embedding are left out.
+        """
+        g = g[:, : self.cond_layer.in_channels]
         x = _image(x + self.cond_layer(g))
         kernels = len(RESBLOCK_KERNELS)
         for level, (up, cond) in enumerate(zip(self.ups, self.conds, strict=True)):

@@ -528,7 +528,7 @@ class Scheduler:
         current = spoken.current
         part, is_last = current.parts.popleft(), current.attempt is not None and not current.parts
         if current.stream is None:
-            current.stream = self._vocoder.begin(job.voice.speaker, job.speed)
+            current.stream = self._vocoder.begin(job.voice.for_vocoder, job.speed)
         current.is_vocoding = True
         return _Part(job, spoken, current, Push(current.stream, part, is_last))
 

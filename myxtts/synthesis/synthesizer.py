@@ -14,7 +14,6 @@ import secrets
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
@@ -34,6 +33,7 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
+from myxtts.synthesis.adaptation import adapted
 from myxtts.synthesis.generation import MAX_NEW_CODES, Sampling, Shape, convert, usual_dtype
 from myxtts.synthesis.scheduler import (
     CHUNK_CODES,
@@ -48,7 +48,7 @@ from myxtts.synthesis.scheduler import (
 from myxtts.synthesis.slots import Slots
 from myxtts.synthesis.text import Limits, Sentence, TextFrontend
 from myxtts.synthesis.vocoding import GriffinLim, HifiGan, is_faint
-from myxtts.synthesis.voices import References, Voice, VoiceEncoder, read_references
+from myxtts.synthesis.voices import USED_SECONDS, References, Voice, VoiceEncoder, fingerprint, read_references
 from myxtts.synthesis.windows import MAX_SPEED
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, has_weights, load_folder
@@ -369,7 +369,7 @@ class Synthesizer:
         self.sampling, self._notes, self.languages = sampling, tuple(notes), languages
         self.limits = limits or Limits(model.dims.gpt.max_text, min(MAX_NEW_CODES, model.dims.gpt.max_codes))
         self._encoder = VoiceEncoder(model, device)
-        self.fingerprint = self._encoder.fingerprint
+        self.fingerprint = fingerprint(model)
         self._frontend = TextFrontend(vocabulary, self.limits, use_phonemes=use_phonemes)
         convert(model.gpt, dtype or usual_dtype(device))
         self.gpt, codebook = model.gpt, model.dvae.codebook
@@ -381,13 +381,44 @@ class Synthesizer:
         )
         self._slots: Slots | None = None  # kept on a GPU, with its captured steps
 
-    def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
-        """The voice of one or several recordings of one person."""
-        return self.voice_of(read_references([Path(file) for file in files]), name or Path(files[0]).stem)
+    @property
+    def adapts(self) -> bool:
+        """True if voices can be adapted to their recordings: the decoder has a flow."""
+        return isinstance(self.vocoder, HifiGan) and self.vocoder.codec is not None
 
-    def voice_of(self, references: References, name: str) -> Voice:
+    def voice(
+        self,
+        files: Sequence[Path | str],
+        name: str | None = None,
+        *,
+        adapt: bool = False,
+        progress: Progress = NO_PROGRESS,
+    ) -> Voice:
+        """The voice of one or several recordings of one person.
+
+        `adapt` also learns what the weights do not know of it (`synthesis.adaptation`): some 20 seconds on two CPU
+        cores. Only for models with a flow, such as the base model.
+        """
+        references = read_references([Path(file) for file in files])
+        return self.voice_of(references, name or Path(files[0]).stem, adapt=adapt, progress=progress)
+
+    def voice_of(
+        self, references: References, name: str, *, adapt: bool = False, progress: Progress = NO_PROGRESS
+    ) -> Voice:
         """The voice of recordings that were read before."""
-        encode = partial(self._encoder.voice, name=name)
+        if adapt and not self.adapts:
+            raise ConfigError(
+                "Voices of this model cannot be adapted to a recording: its decoder has no flow, as models of the "
+                "size base have. Leave out --adapt, or fine-tune it on recordings of the person (myxtts train)."
+            )
+
+        def encode(references: References) -> Voice:
+            voice = self._encoder.voice(references, name)
+            if not adapt or not isinstance(self.vocoder, HifiGan) or self.vocoder.codec is None:
+                return voice
+            codec = self.vocoder.codec
+            return adapted(voice, references[0], USED_SECONDS, self.gpt, codec, self.fingerprint, progress)
+
         voice = attempted(encode, references)
         if voice is None:
             self._slots = None
@@ -536,7 +567,7 @@ class Synthesizer:
     def _utterance(self, text: str, voice: Voice, language: str) -> Utterance:
         """Split a text into sentences; refuse a voice of other weights, which would sound like noise."""
         fits = voice.latents.shape[2] == self._dims.gpt.dim and len(voice.speaker) == self._dims.speaker_dim
-        if not fits or (voice.fingerprint and voice.fingerprint != self.fingerprint):
+        if not fits or (not self.fingerprint.startswith(voice.fingerprint)):
             cure = "make it again from its recordings"
             raise UnreadableWeights(f"The voice {voice.name!r} was made by another model; {cure}.")
         code = self._frontend.language_code(language)

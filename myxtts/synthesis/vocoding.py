@@ -353,7 +353,8 @@ class CpuGenerator:
     @torch.no_grad()
     def wave(self, frames: Tensor, speaker: Tensor, first: int, last: int) -> Tensor:
         """Samples of the frames `first` to `last` of a sentence [frames, channels]; `speaker` is [speaker_dim]."""
-        generator, g = self._generator, speaker[None, :, None]
+        generator = self._generator
+        g = speaker[None, : generator.cond_layer.in_channels, None]
         spans = self._spans(len(frames), first, last)
         x = (generator.conv_pre(frames.t()[None]) + generator.cond_layer(g))[0].t()[slice(*spans[0])]
         num_rows = len(frames)

@@ -3,7 +3,8 @@
     files ─ mono, 22.05 kHz ─► chunks of 4 s ─ conditioning mel ─► 32 latents, averaged over all chunks
                             └► up to 30 s of each file at 16 kHz ─► speaker embedding, averaged over the files
 
-A voice belongs to the weights that made it, which its fingerprint identifies. Knows no text and speaks nothing.
+A voice belongs to the weights that made it, which its fingerprint identifies. `adaptation` adds offsets to it that
+are learnt from the same recordings. Knows no text and speaks nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from myxtts.audio import SILENCE, Pcm, UnusableAudio, decode, is_silent, trim_si
 from myxtts.checkpoints import Tensors, read_tensors, write_tensors
 from myxtts.config import CONDITIONING_TOKENS, SAMPLE_RATE
 from myxtts.errors import ConfigError, DatasetError
+from myxtts.model.flow import NUM_OFFSETS
 from myxtts.model.mel import CONDITIONING_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample
 from myxtts.model.xtts import XTTS, speaker_of_latents
 from myxtts.weights import VOICES_FILE, require_shipped
@@ -55,10 +57,16 @@ class Voice:
     name: str
     latents: Tensor  # [1, 32, dim]: conditions the GPT
     speaker: Tensor  # [speaker_dim], of length 1: conditions the vocoder
-    fingerprint: str = ""  # identifies the weights that made it; empty if unknown
+    fingerprint: str = ""  # identifies the weights that made it, see `fingerprint`; empty if unknown
     notes: tuple[str, ...] = ()  # notes for the user about its recordings
     languages: tuple[str, ...] = ()  # those of the speaker; empty if unknown
     description: str = ""
+    offsets: Tensor | None = None  # [NUM_OFFSETS] for the flow, if the voice was adapted to its recordings
+
+    @property
+    def for_vocoder(self) -> Tensor:
+        """The speaker embedding, with the offsets behind it if there are any."""
+        return self.speaker if self.offsets is None else torch.cat([self.speaker, self.offsets])
 
 
 class VoiceEncoder:
@@ -71,7 +79,7 @@ class VoiceEncoder:
         self._mel_stats = model.mel_stats
         self._mel = LogMel(CONDITIONING_MEL).to(device)
         self._device = device
-        self.fingerprint = fingerprint(model)
+        self._fingerprint = fingerprint(model).partition("-")[0]
 
     @torch.no_grad()
     def voice(self, references: References, name: str) -> Voice:
@@ -86,7 +94,7 @@ class VoiceEncoder:
             speaker = speaker_of_latents(latents, self._dims.speaker_dim)[0]
         if not (latents.isfinite().all() and speaker.isfinite().all()):
             raise DatasetError("The voice is NaN or infinite: the weights are damaged, or training diverged.")
-        return Voice(name, latents.cpu(), speaker.cpu(), self.fingerprint, tuple(notes))
+        return Voice(name, latents.cpu(), speaker.cpu(), self._fingerprint, tuple(notes))
 
     def _embedding(self, waves: Sequence[Tensor]) -> Tensor:
         waves_16k = [resample(wave[None, : USED_SECONDS * SAMPLE_RATE], SPEAKER_SAMPLE_RATE) for wave in waves]
@@ -139,14 +147,21 @@ def _chunks(waves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def fingerprint(model: XTTS) -> str:
-    """A hash of the small tensors among the weights that make voices.
+    """A hash of the weights that make voices, and after a hyphen one of the flow that voices are adapted to.
 
-    Training changes all of these weights, so the large ones need not be read. Adapters of the GPT change none:
-    voices stay valid.
+    The fingerprint of a voice is the first half of this, or all of it if the voice was adapted. Small tensors are
+    hashed: training changes all of these weights. Adapters of the GPT change none, so voices stay valid.
     """
-    gpt, speaker_encoder = model.gpt, cast(nn.Module, model.hifigan_decoder.speaker_encoder)
-    digest = xxhash.xxh3_128(model.mel_stats.detach().float().cpu().numpy().tobytes())
-    for part in (gpt.conditioning_encoder, gpt.conditioning_perceiver, speaker_encoder):
+    gpt, decoder = model.gpt, model.hifigan_decoder
+    encoders = (gpt.conditioning_encoder, gpt.conditioning_perceiver, cast(nn.Module, decoder.speaker_encoder))
+    made = _hash(encoders, model.mel_stats.detach().float().cpu().numpy().tobytes())
+    flow = decoder.waveform_decoder.flow
+    return made if flow is None else f"{made}-{_hash([flow])}"
+
+
+def _hash(parts: Sequence[nn.Module], first: bytes = b"") -> str:
+    digest = xxhash.xxh3_128(first)
+    for part in parts:
         for name, tensor in part.state_dict().items():
             if tensor.numel() <= _FINGERPRINTED:
                 digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
@@ -187,6 +202,7 @@ class VoiceLibrary:
         path = self.path(voice.name)
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = {"latents": voice.latents, "speaker": voice.speaker, "fingerprint": _as_bytes(voice.fingerprint)}
+        tensors |= {} if voice.offsets is None else {"offsets": voice.offsets}
         write_tensors(path, tensors | _about([voice]))
         return path
 
@@ -197,6 +213,7 @@ class VoiceLibrary:
             return
         pairs = {f"{voice.name}.gpt_cond_latent": voice.latents.half() for voice in voices}
         pairs |= {f"{voice.name}.speaker_embedding": voice.speaker.half() for voice in voices}
+        pairs |= {f"{v.name}.offsets": v.offsets.half() for v in voices if v.offsets is not None}
         self._model.mkdir(parents=True, exist_ok=True)
         write_tensors(self._model / VOICES_FILE, pairs | _about(voices))
 
@@ -208,14 +225,14 @@ class VoiceLibrary:
         return found
 
     def load(self, name: str, expected: str = "") -> Voice:
-        """The voice of that name; a saved one must come from the weights of that fingerprint, if any."""
+        """The voice of that name; a saved one must come from the model of that fingerprint, if any."""
         path = self.path(name)
         if not path.is_file():
             if (voice := self.built_in().get(name)) is None:
                 raise ConfigError(self._unknown(name))
             return voice
         voice = _read_voice(path)
-        if expected and voice.fingerprint != expected:
+        if expected and not (voice.fingerprint and expected.startswith(voice.fingerprint)):
             raise DatasetError(
                 f"The voice {name!r} in {self.folder} was made by other weights; make it again from recordings."
             )
@@ -246,7 +263,10 @@ def mixed(name: str, parts: Sequence[tuple[Voice, float]], fingerprint: str) -> 
     speaker = F.normalize(sum((voice.speaker * weight for voice, weight in parts), torch.zeros(())), dim=0)
     languages = tuple(dict.fromkeys(language for voice, _ in parts for language in voice.languages))
     described = " + ".join(f"{weight / total:.0%} {voice.name}" for voice, weight in parts)
-    return Voice(name, latents, speaker, fingerprint, (), languages, described)
+    adapted = [(voice.offsets, weight / total) for voice, weight in parts if voice.offsets is not None]
+    offsets = sum((each * share for each, share in adapted), torch.zeros(())) if adapted else None
+    made_by = fingerprint if adapted else fingerprint.partition("-")[0]
+    return Voice(name, latents, speaker, made_by, (), languages, described, offsets)
 
 
 def published_voices(path: Path) -> dict[str, Voice]:
@@ -260,7 +280,9 @@ def published_voices(path: Path) -> dict[str, Voice]:
             latents, speaker = latents.reshape(1, *latents.shape[-2:]), speaker.flatten()
             if not _is_voice(latents, speaker):
                 raise DatasetError(f"{path} is damaged: {name!r} has other shapes or types, or is not finite.")
-            voices[name] = Voice(name, latents.float(), speaker.float(), **about.get(name, {}))
+            offsets = tensors.get(f"{name}.offsets")
+            offsets = None if offsets is None else offsets.float()
+            voices[name] = Voice(name, latents.float(), speaker.float(), offsets=offsets, **about.get(name, {}))
     return {name: voices[name] for name in {**about, **voices} if name in voices}
 
 
@@ -269,10 +291,14 @@ def _read_voice(path: Path) -> Voice:
     tensors = read_tensors(path)
     if missing := {"latents", "speaker", "fingerprint"} - tensors.keys():
         raise DatasetError(f"{path} is not a voice: it lacks {', '.join(sorted(missing))}.")
-    if tensors["fingerprint"].dtype != torch.uint8 or not _is_voice(tensors["latents"], tensors["speaker"]):
+    offsets = tensors.get("offsets")
+    fits = offsets is None or (offsets.shape == (NUM_OFFSETS,) and bool(offsets.isfinite().all()))
+    is_voice = fits and _is_voice(tensors["latents"], tensors["speaker"])
+    if tensors["fingerprint"].dtype != torch.uint8 or not is_voice:
         raise DatasetError(f"{path} is not a voice: its tensors have other shapes or types, or are not finite.")
     about = _read_about(path, tensors).get(path.stem, {})
-    return Voice(path.stem, tensors["latents"], tensors["speaker"], _text(tensors["fingerprint"]), **about)
+    made_by = _text(tensors["fingerprint"])
+    return Voice(path.stem, tensors["latents"], tensors["speaker"], made_by, offsets=offsets, **about)
 
 
 def _as_bytes(text: str) -> Tensor:

@@ -30,7 +30,16 @@ from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.devices import CAPTURING, CudaGraph, Event, Stream, send
 from myxtts.model.dvae import FRAMES_PER_CODE
-from myxtts.model.flow import NOISE_FRAMES, REACH, STEPS, TARGET_MEAN, TARGET_SCALE, noise_of, normalised
+from myxtts.model.flow import (
+    NOISE_FRAMES,
+    NUM_OFFSETS,
+    REACH,
+    STEPS,
+    TARGET_MEAN,
+    TARGET_SCALE,
+    noise_of,
+    normalised,
+)
 from myxtts.model.vocoder import (
     LAST_SLOPE,
     OUTPUT_SAMPLE_RATE,
@@ -121,7 +130,8 @@ class WindowStream:
     """The wave of one sentence, piece by piece, as `HifiGanStream`."""
 
     def __init__(self, windows: Windows, speaker: Tensor, speed: float) -> None:
-        self._windows, self.speaker = windows, np.asarray(speaker.float().cpu())
+        self._windows, self.speaker = windows, np.zeros(windows.speaker_width, np.float32)
+        self.speaker[: len(speaker)] = speaker.float().cpu()
         self.factors = windows.factors(speed)
         self.num_done = 0  # frames
         self._parts: list[tuple[int, Generated]] = []
@@ -181,6 +191,7 @@ class Windows:
         self.sizes = sorted(sizes)
         self.device = generator.conv_pre.weight.device
         self.reach = REACH if codec is not None else 0  # frames that the flow sees to either side
+        self.speaker_width = generator.cond_layer.in_channels + (NUM_OFFSETS if codec is not None else 0)
         self.stream = Stream(self.device)  # of captures: graphs share memory only if they were captured on one
         self.noise = noise_of(NOISE_FRAMES).t().contiguous().to(self.device)
         self._programs: dict[tuple[int, int], _Program] = {}
@@ -294,7 +305,7 @@ class _Program:
         )
         channels = windows.generator.flow.latents.in_features if windows.generator.flow else like.shape[1]
         self._latents = torch.zeros(count * self._num_codes, channels, device=like.device)
-        self._speaker = torch.zeros(count, windows.generator.cond_layer.in_channels, device=like.device)
+        self._speaker = torch.zeros(count, windows.speaker_width, device=like.device)
         self._arange = torch.arange(max(self._rows), device=like.device)
         self._numbers[:, 2 * self._num_codes :] = 1
         self.graph: CudaGraph[Tensor] | None = None
@@ -469,7 +480,8 @@ class FusedGenerator:
     def __call__(self, frames: Tensor, speaker: Tensor) -> Tensor:
         """Waves [n, samples] of frames [n, frames, channels]."""
         generator, dtype = self._generator, self._generator.conv_pre.weight.dtype
-        g, kernels = speaker[:, :, None].to(dtype), len(RESBLOCK_KERNELS)
+        g = speaker[:, : generator.cond_layer.in_channels, None].to(dtype)
+        kernels = len(RESBLOCK_KERNELS)
         x = generator.conv_pre(frames.transpose(1, 2).to(dtype)) + generator.cond_layer(g)
         active = F.leaky_relu(x.unsqueeze(2), SLOPE).contiguous(memory_format=torch.channels_last)
         for level, (up, cond) in enumerate(zip(generator.ups, generator.conds, strict=True)):

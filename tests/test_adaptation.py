@@ -1,0 +1,165 @@
+"""Voices that are adapted to their recordings: what is learnt, saved, mixed and refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_voice
+from synthesis_fixtures import TEXTS, make_model, speaking, vocabulary
+from torch import Tensor
+
+from myxtts.audio import Pcm, decode
+from myxtts.cli import main
+from myxtts.config import SAMPLE_RATE
+from myxtts.errors import ConfigError, DatasetError
+from myxtts.model.flow import NUM_OFFSETS
+from myxtts.model.gpt import Said, heard_latents, text_attention
+from myxtts.model.xtts import XTTS
+from myxtts.synthesis import adaptation
+from myxtts.synthesis.adaptation import flow_example
+from myxtts.synthesis.synthesizer import Synthesizer
+from myxtts.synthesis.vocoding import HifiGan
+from myxtts.synthesis.voices import Voice, VoiceLibrary, mixed, published_voices
+from myxtts.weights import save_compact
+
+pytest_plugins = ["synthesis_fixtures"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def flow_model() -> XTTS:
+    """A model whose flow is not zero at its end, as that of a new one is."""
+    model = make_model(decoder_input="mel").requires_grad_(False)
+    flow = model.hifigan_decoder.waveform_decoder.flow
+    torch.manual_seed(0)
+    for weight in (*flow.last.parameters(), flow.latents.weight):
+        weight.normal_(std=0.1)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STEPS": 16, "SEGMENTS": 2, "SEGMENT_FRAMES": 64}.items():
+        monkeypatch.setattr(adaptation, name, value)
+
+
+@pytest.fixture
+def flowing() -> Synthesizer:
+    return speaking(flow_model())
+
+
+def error(synthesizer: Synthesizer, voice: Voice, recording: Pcm) -> float:
+    """The mean error of the flow on a recording, with noise that is always the same."""
+    assert isinstance(synthesizer.vocoder, HifiGan) and synthesizer.vocoder.codec is not None
+    codec, draws = synthesizer.vocoder.codec, torch.Generator().manual_seed(5)
+    given, wanted = flow_example(torch.from_numpy(recording)[None] / 32768, voice, synthesizer.gpt, codec)
+    noise, speaker = torch.randn(wanted.shape, generator=draws), voice.for_vocoder[None, :, None]
+    losses = [codec.flow.loss(wanted, given, speaker, noise, torch.tensor([time])).mean() for time in (0.2, 0.7)]
+    return float(sum(losses))
+
+
+def test_a_voice_is_learnt_from_its_recording(flowing: Synthesizer, reference: Path) -> None:
+    plain, learnt = flowing.voice([reference]), flowing.voice([reference], adapt=True)
+    assert plain.offsets is None and learnt.offsets is not None and learnt.offsets.shape == (NUM_OFFSETS,)
+    assert torch.equal(learnt.latents, plain.latents) and torch.equal(learnt.speaker, plain.speaker)
+    recording = decode(reference, SAMPLE_RATE, 60)
+    assert error(flowing, learnt, recording) < 0.9 * error(flowing, plain, recording)
+    again = flowing.voice([reference], adapt=True)
+    assert torch.equal(again.offsets, learnt.offsets)
+    assert not any(weight.requires_grad for weight in flowing.gpt.parameters())
+    said, differently = (flowing.speak(TEXTS[0], voice, "en", seed=1).wave for voice in (plain, learnt))
+    assert said.shape == differently.shape and abs(said - differently).max() > 1e-3
+
+
+@pytest.mark.parametrize("seconds", [1.2, 31.0])
+def test_short_and_long_recordings_are_learnt(flowing: Synthesizer, seconds: float) -> None:
+    pcm = (make_voice(seconds) * 32767).astype("int16")
+    voice = flowing.voice_of(([pcm], []), "anna", adapt=True)
+    assert voice.offsets is not None and voice.offsets.isfinite().all() and voice.offsets.any()
+
+
+def test_offsets_of_zero_change_nothing(flowing: Synthesizer, reference: Path) -> None:
+    plain = flowing.voice([reference])
+    same = replace(plain, offsets=torch.zeros(NUM_OFFSETS))
+    one, other = (flowing.speak(TEXTS[0], voice, "en", seed=1).wave for voice in (plain, same))
+    assert (one == other).all()
+
+
+def test_latents_without_a_text_are_those_of_an_empty_one(flowing: Synthesizer, reference: Path) -> None:
+    """They are what the GPT computes while it generates: the attention of the same pass has the same length."""
+    voice, codes = flowing.voice([reference]), torch.arange(7)
+    latents: Tensor = heard_latents(flowing.gpt, voice.latents, codes)
+    assert latents.shape == (7, flowing.gpt.dims.dim) and latents.dtype == torch.float32
+    longer = heard_latents(flowing.gpt, voice.latents, torch.arange(9))
+    torch.testing.assert_close(longer[:7], latents, atol=1e-4, rtol=1e-4)
+    (attention,) = text_attention(flowing.gpt, Said(voice.latents, [5], codes.tolist()))
+    assert attention.shape[1:] == (7, 1)
+
+
+def test_an_adapted_voice_is_saved_built_in_and_mixed(
+    flowing: Synthesizer, reference: Path, tmp_path: Path
+) -> None:
+    learnt, plain = flowing.voice([reference], "anna", adapt=True), flowing.voice([reference], "plain")
+    library = VoiceLibrary(tmp_path)
+    for voice in (learnt, plain):
+        library.save(voice)
+    loaded = library.load("anna", flowing.fingerprint)
+    assert (
+        torch.equal(loaded.offsets, learnt.offsets) and library.load("plain", flowing.fingerprint).offsets is None
+    )
+    half = mixed("half", [(learnt, 1.0), (plain, 1.0)], flowing.fingerprint)
+    assert torch.allclose(half.offsets, learnt.offsets / 2) and half.fingerprint == learnt.fingerprint
+    assert mixed("both", [(plain, 1.0), (plain, 1.0)], flowing.fingerprint).fingerprint == plain.fingerprint
+    library.build_in([learnt, plain])
+    built_in = published_voices(tmp_path / "voices.safetensors")
+    assert (
+        torch.allclose(built_in["anna"].offsets, learnt.offsets, atol=1e-3) and built_in["plain"].offsets is None
+    )
+
+
+def test_an_adapted_voice_belongs_to_its_flow(flowing: Synthesizer, reference: Path, tmp_path: Path) -> None:
+    learnt, plain = flowing.voice([reference], "anna", adapt=True), flowing.voice([reference], "plain")
+    trained = flow_model()
+    trained.hifigan_decoder.waveform_decoder.flow.last.bias.add_(1e-3)
+    other, library = speaking(trained), VoiceLibrary(tmp_path)
+    library.save(learnt)
+    with pytest.raises(DatasetError, match="other weights"):
+        library.load("anna", other.fingerprint)
+    with pytest.raises(DatasetError, match="another model"):
+        other.speak(TEXTS[0], learnt, "en")
+    assert other.speak(TEXTS[0], plain, "en", seed=1).wave.any()  # embeddings do not depend on the flow
+
+
+def test_only_a_flow_can_be_adapted(synthesizer: Synthesizer, reference: Path) -> None:
+    assert not synthesizer.adapts
+    with pytest.raises(ConfigError, match="cannot be adapted"):
+        synthesizer.voice([reference], adapt=True)
+
+
+def test_damaged_offsets_are_no_voice(flowing: Synthesizer, reference: Path, tmp_path: Path) -> None:
+    library = VoiceLibrary(tmp_path)
+    for offsets in (torch.zeros(3), torch.full((NUM_OFFSETS,), torch.nan)):
+        library.save(replace(flowing.voice([reference], "anna"), offsets=offsets))
+        with pytest.raises(DatasetError, match="not a voice"):
+            library.load("anna")
+
+
+def test_the_commands_adapt_if_the_model_can(
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    save_compact(folder, flow_model(), vocabulary())
+    model, out = ["--model", str(folder)], ["--out", str(tmp_path / "x.wav"), "--language", "en"]
+    for flag, name in (([], "learnt"), (["--no-adapt"], "plain")):
+        assert main(["voices", "--add", name, str(reference), *flag, *model]) == 0
+        speaker = ["--speaker", str(reference), "--voice", f"said {name}"]
+        assert main(["speak", "Hello.", *speaker, *flag, *model, *out]) == 0
+    library = VoiceLibrary(folder)
+    found = {voice.name: voice.offsets is not None for voice in library.all()}
+    assert found == {"learnt": True, "said learnt": True, "plain": False, "said plain": False}
+    save_compact(folder, make_model(), vocabulary())
+    capsys.readouterr()
+    assert main(["voices", "--add", "other", str(reference), "--adapt", *model]) == 2
+    assert "cannot be adapted" in capsys.readouterr().err
