@@ -1,11 +1,12 @@
 """Speak test sentences in test voices, and have them judged.
 
-    listen.py speak MODEL CASES OUT [--vocoder NAME] [--guidance X]     on any machine, with a GPU or without
-    listen.py judge OUT...                                              where the judges are installed (make judge)
+    listen.py speak MODEL CASES OUT [--adapt] [--vocoder NAME] [--guidance X]   on any machine
+    listen.py judge OUT...                                                where the judges are (make judge)
 
 MODEL is a run or a folder of weights. CASES is a folder with cases.json, a list of {"group", "text", "language",
-"reference"}; references are recordings, named relative to the folder. OUT gets the speech as FLAC, copies of the
-references, and items.json, the input of the judges: it can be judged on another machine.
+"reference", and optionally "other"}; these are recordings of one person, named relative to the folder. The voice
+is made of the first, and compared with the other, if there is one. OUT gets the speech as FLAC, copies of the
+recordings, and items.json, the input of the judges: it can be judged on another machine.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ MEASURES = {
 console = Console(width=120, highlight=False)
 
 
-def speak(model: Path, cases_folder: Path, out: Path, vocoder: Any, guidance: float | None) -> None:
+def speak(model: Path, cases_folder: Path, out: Path, vocoder: Any, guidance: float | None, adapt: bool) -> None:
     """Speak all cases in batches and write the judges' input."""
     cases = json.loads((cases_folder / "cases.json").read_text(encoding="utf-8"))
     (out / "reference").mkdir(parents=True, exist_ok=True)
     synthesizer = load_synthesizer(model, vocoder=vocoder)
     sampling = synthesizer.sampling if guidance is None else replace(synthesizer.sampling, guidance=guidance)
     names = sorted({case["reference"] for case in cases})
-    voices = {name: synthesizer.voice([cases_folder / name]) for name in names}
-    copies = {name: f"reference/{number}{Path(name).suffix}" for number, name in enumerate(names)}
+    voices = {name: synthesizer.voice([cases_folder / name], adapt=adapt) for name in names}
+    compared = [case.get("other", case["reference"]) for case in cases]
+    copies = {name: f"reference/{number}{Path(name).suffix}" for number, name in enumerate(sorted(set(compared)))}
     for name, copy in copies.items():
         shutil.copyfile(cases_folder / name, out / copy)
     started = time.perf_counter()
@@ -60,11 +62,9 @@ def speak(model: Path, cases_folder: Path, out: Path, vocoder: Any, guidance: fl
     )
     seconds = sum(speech.report.seconds for speech in speeches)
     items = []
-    for number, (case, speech) in enumerate(zip(cases, speeches, strict=True)):
+    for number, (case, name, speech) in enumerate(zip(cases, compared, speeches, strict=True)):
         soundfile.write(out / f"{number:04}.flac", speech.wave, OUTPUT_SAMPLE_RATE)
-        items.append(
-            {**case, "set": SYNTHESISED, "file": f"{number:04}.flac", "reference": copies[case["reference"]]}
-        )
+        items.append({**case, "set": SYNTHESISED, "file": f"{number:04}.flac", "reference": copies[name]})
     (out / "items.json").write_text(json.dumps(items, ensure_ascii=False, indent=1), encoding="utf-8")
     console.print(
         f"{len(items)} sentences, {seconds:.0f} s of speech in {time.perf_counter() - started:.1f} s: {out}"
@@ -91,12 +91,13 @@ def main() -> None:
         speaking.add_argument(name, type=Path)
     speaking.add_argument("--vocoder", choices=("hifigan", "griffin-lim"))
     speaking.add_argument("--guidance", type=float)
+    speaking.add_argument("--adapt", action="store_true", help="learn the voices from their references")
     commands.add_parser("judge").add_argument("folders", type=Path, nargs="+")
     asked = parser.parse_args()
     if asked.command == "judge":
         judge(asked.folders)
     else:
-        speak(asked.model, asked.cases, asked.out, asked.vocoder, asked.guidance)
+        speak(asked.model, asked.cases, asked.out, asked.vocoder, asked.guidance, asked.adapt)
 
 
 if __name__ == "__main__":

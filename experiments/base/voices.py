@@ -9,8 +9,12 @@ import numpy.typing as npt
 
 HELD_OUT_VOICES = ("af_kore", "am_puck", "bf_isabella", "bm_fable")
 """Voices of the teacher that no training clip uses, not even as part of a mix: two women, two men."""
-HELD_OUT_PEOPLE = ("lj", "cmu_bdl", "libri_26", "flemishguy", "virgool")
-"""Real speakers of whom no training clip is taken."""
+TEST_OTHER = (533, 367, 3331, 3080, 3005, 2609, 2414, 2033, 1998, 1688)
+HELD_OUT_PEOPLE = (
+    *("lj", "cmu_bdl", "libri_26", "flemishguy", "virgool"),
+    *(f"libri_{reader}" for reader in TEST_OTHER),
+)
+"""Real speakers of whom no training clip is taken; the last ten are readers of LibriSpeech's test-other."""
 NATIVES = {
     "es": ("ef_dora", "em_alex", "em_santa"),
     "fr": ("ff_siwis",),
