@@ -292,7 +292,7 @@ def _add_speak(commands: Any) -> None:
 
 
 def _add_adapt(command: Any, when: str) -> None:
-    adapt = f"{when}learn the voice from the recording, which takes some 20 s on two CPU cores "
+    adapt = f"{when}learn the voice from the recording, which takes about half a minute on two CPU cores "
     adapt += "[default: if the model can, as the base model]"
     command.add_argument("--adapt", action=argparse.BooleanOptionalAction, help=adapt)
 
@@ -721,10 +721,11 @@ def _report(options: argparse.Namespace) -> None:
 
 
 _ABOUT_CLONING = (
-    "Hint: the voice was learnt from the recording; --voice NAME keeps it. Closer still: fine-tune the model on "
-    "half a minute of speech, make train DATA=DIR (docs/base-model.md, Making it yours)"
+    "Hint: closer still to the person: fine-tune the model on half a minute of speech, make train DATA=DIR "
+    "(docs/base-model.md, Making it yours)"
 )
-_WITHOUT_ADAPTING = "Hint: without --adapt the base model sounds like few real people"
+_KEEP = "Hint: --voice NAME keeps the voice, so that it need not be learnt again"
+_WITHOUT_ADAPTING = "Hint: without --adapt the base model resembles hardly any real person"
 
 
 def _speak(options: argparse.Namespace) -> None:
@@ -772,7 +773,8 @@ def _speak(options: argparse.Namespace) -> None:
         voice = voices.load(options.voice or voices.default(language))
     _say(f"Speaking {LANGUAGE_NAMES[language]} with {_model_name(folder)}, voice {voice.name}")
     if options.speaker and folder == config.BASE_FOLDER:
-        _say(_ABOUT_CLONING if voice.offsets is not None else _WITHOUT_ADAPTING)
+        keep = () if options.voice else (_KEEP,)
+        _say(*((*keep, _ABOUT_CLONING) if voice.offsets is not None else (_WITHOUT_ADAPTING,)))
     sampling = override_sampling(synthesizer.sampling, options)
     if book or markup or options.listen or options.subtitles:
         _narrate(options, book, segments, synthesizer, voice, language, sampling)
@@ -919,7 +921,7 @@ def _model_name(folder: Path) -> str:
 
 
 def _adapts(options: argparse.Namespace, synthesizer: Synthesizer) -> bool:
-    """What --adapt or --no-adapt says, or else whether the model can."""
+    """What --adapt or --no-adapt say, or else whether the model can."""
     return synthesizer.adapts if options.adapt is None else bool(options.adapt)
 
 
@@ -1031,12 +1033,12 @@ def _export(options: argparse.Namespace) -> None:
 
 def _build_in_voices(source: Path, out: Path, model: XTTS) -> None:
     """Give an export the voices of its source, without those that other weights made."""
-    from myxtts.synthesis.voices import VoiceLibrary, fingerprint
+    from myxtts.synthesis.voices import VoiceLibrary, belongs, fingerprint
 
-    found, own = VoiceLibrary(source).all(), ("", fingerprint(model))
-    for voice in [voice for voice in found if voice.fingerprint not in own]:
+    found, own = VoiceLibrary(source).all(), fingerprint(model)
+    for voice in [voice for voice in found if not belongs(voice, own)]:
         _say(f"WARNING: voice {voice.name} is left out: other weights made it. myxtts voices --add makes it again")
-    VoiceLibrary(out).build_in([voice for voice in found if voice.fingerprint in own])
+    VoiceLibrary(out).build_in([voice for voice in found if belongs(voice, own)])
 
 
 def _check_export(source: Path, out: Path) -> bool:

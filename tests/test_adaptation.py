@@ -9,14 +9,14 @@ import pytest
 import torch
 from conftest import make_voice
 from synthesis_fixtures import TEXTS, make_model, speaking, vocabulary
-from torch import Tensor
 
 from myxtts.audio import Pcm, decode
 from myxtts.cli import main
 from myxtts.config import SAMPLE_RATE
 from myxtts.errors import ConfigError, DatasetError
+from myxtts.model.conditioning import pack_frames
 from myxtts.model.flow import NUM_OFFSETS
-from myxtts.model.gpt import Said, heard_latents, text_attention
+from myxtts.model.gpt import heard_latents, pack, packed_length
 from myxtts.model.xtts import XTTS
 from myxtts.synthesis import adaptation
 from myxtts.synthesis.adaptation import flow_example
@@ -82,20 +82,23 @@ def test_short_and_long_recordings_are_learnt(flowing: Synthesizer, seconds: flo
 
 def test_offsets_of_zero_change_nothing(flowing: Synthesizer, reference: Path) -> None:
     plain = flowing.voice([reference])
-    same = replace(plain, offsets=torch.zeros(NUM_OFFSETS))
+    same = replace(plain, offsets=torch.zeros(NUM_OFFSETS), fingerprint=flowing.fingerprint)
     one, other = (flowing.speak(TEXTS[0], voice, "en", seed=1).wave for voice in (plain, same))
     assert (one == other).all()
 
 
 def test_latents_without_a_text_are_those_of_an_empty_one(flowing: Synthesizer, reference: Path) -> None:
-    """They are what the GPT computes while it generates: the attention of the same pass has the same length."""
-    voice, codes = flowing.voice([reference]), torch.arange(7)
-    latents: Tensor = heard_latents(flowing.gpt, voice.latents, codes)
-    assert latents.shape == (7, flowing.gpt.dims.dim) and latents.dtype == torch.float32
-    longer = heard_latents(flowing.gpt, voice.latents, torch.arange(9))
-    torch.testing.assert_close(longer[:7], latents, atol=1e-4, rtol=1e-4)
-    (attention,) = text_attention(flowing.gpt, Said(voice.latents, [5], codes.tolist()))
-    assert attention.shape[1:] == (7, 1)
+    """Those that training computes, for a batch of one clip."""
+    gpt, codes = flowing.gpt, torch.arange(7)
+    voice = flowing.voice([reference]).latents
+    frames = pack_frames(torch.randn(50, 80), torch.tensor([50]), 50)
+    empty = (torch.zeros(1, 1, dtype=torch.long), torch.tensor([0]))
+    batch = pack(gpt.dims, frames, *empty, codes[None], torch.tensor([7]), budget=packed_length(0, 7))
+    with torch.no_grad():
+        expected = gpt.code_latents(batch)[0]
+        latents = heard_latents(gpt, gpt.condition(frames), codes)
+    torch.testing.assert_close(latents, expected.float(), atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(latents, heard_latents(gpt, voice, codes), atol=1e-3)
 
 
 def test_an_adapted_voice_is_saved_built_in_and_mixed(
@@ -159,6 +162,9 @@ def test_the_commands_adapt_if_the_model_can(
     library = VoiceLibrary(folder)
     found = {voice.name: voice.offsets is not None for voice in library.all()}
     assert found == {"learnt": True, "said learnt": True, "plain": False, "said plain": False}
+    assert main(["export", str(folder), "--out", str(tmp_path / "export"), "--to", "compact"]) == 0
+    built_in = published_voices(tmp_path / "export" / "voices.safetensors")
+    assert {name: voice.offsets is not None for name, voice in built_in.items()} == found
     save_compact(folder, make_model(), vocabulary())
     capsys.readouterr()
     assert main(["voices", "--add", "other", str(reference), "--adapt", *model]) == 2

@@ -4,7 +4,7 @@
               └─► HiFi-GAN's mel ───────────────┴─► loss of the flow ─► offsets for its blocks
 
 The flow turns the embedding of a stranger into a voice that it was trained on. The offsets, which are added to
-the scale and the shift of each block (as in AdaSpeech, Chen et al. 2021), are few numbers that change the timbre
+the scale and the shift of each block (as in AdaSpeech, Chen et al. 2021), are 5,120 numbers that change the timbre
 and say nothing about words. Ten seconds of speech are enough for them, and no text is needed: the GPT reads an
 empty one. The offsets are part of the voice, so voices with different offsets can share a batch.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from myxtts.audio import Pcm
 from myxtts.config import SAMPLE_RATE
-from myxtts.errors import NO_PROGRESS, Progress, progress_bar
+from myxtts.errors import NO_PROGRESS, DatasetError, Progress, progress_bar
 from myxtts.model.flow import NUM_OFFSETS
 from myxtts.model.gpt import GPT, heard_latents
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from myxtts.synthesis.vocoding import Codec
     from myxtts.synthesis.voices import Voice
 
-STEPS, LEARNING_RATE = 100, 0.03
+STEPS, LEARNING_RATE = 150, 0.03
 SEGMENTS, SEGMENT_FRAMES = 4, 256  # of a step; 2.7 s each
-EDGE_FRAMES = 8  # whose neighbours lie outside a segment
+EDGE_FRAMES = 8  # left out at either end of a segment: most of their neighbours lie outside
 PIECE_SECONDS, LEAST_PIECE_SECONDS = 8, 1  # of a recording that the GPT hears at once
 
 
@@ -46,7 +46,7 @@ def adapted(
     fingerprint: str,
     progress: Progress = NO_PROGRESS,
 ) -> Voice:
-    """The voice with offsets learnt from the first `seconds` of its recordings; the same ones every time."""
+    """The voice with offsets learnt from the first `seconds` of its recordings; always the same on one machine."""
     device = codec.mel_stats.device
     pieces = [flow_example(piece, voice, gpt, codec) for piece in _pieces(recordings, seconds, device)]
     given, target = (torch.cat(each, 2) for each in zip(*pieces, strict=True))
@@ -70,7 +70,12 @@ def adapted(
             errors[..., edge : length - edge].mean().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             advance(1)
-    return replace(voice, offsets=offsets.detach().cpu(), fingerprint=fingerprint)
+    learnt = offsets.detach().cpu()
+    if not learnt.isfinite().all():
+        raise DatasetError(
+            f"The voice {voice.name!r} could not be learnt: the recording or the weights are damaged."
+        )
+    return replace(voice, offsets=learnt, fingerprint=fingerprint)
 
 
 def _schedule(step: int) -> float:

@@ -232,7 +232,7 @@ class _ChapterJob:
 def _about(book: Book, narrator: Narrator, options: BookOptions) -> dict[str, Any]:
     """What makes a book this one: its title, and what decides its sound apart from the text."""
     voice, model = narrator.voice, narrator.synthesizer
-    latents = voice.latents.float().cpu().numpy().tobytes() + voice.speaker.float().cpu().numpy().tobytes()
+    latents = voice.latents.float().cpu().numpy().tobytes() + voice.for_vocoder.float().cpu().numpy().tobytes()
     return {
         "title": book.title,
         "model": model.fingerprint,

@@ -327,7 +327,8 @@ class Scheduler:
         if not self._on_cpu:
             self._look(due)
         for job, spoken in due:
-            self._isolated(job, partial(self._collect, spoken=spoken))
+            if not job.has_ended:  # as one does when another sentence of it fails
+                self._isolated(job, partial(self._collect, spoken=spoken))
         # The next steps write where the copies read.
         self._copied = Event(self.device)
         self._copies.record(self._copied)
@@ -433,7 +434,11 @@ class Scheduler:
         for at in range(0, len(some), GPU_LOOKS):
             together = some[at : at + GPU_LOOKS]
             with self._copies.use():  # which does not wait for the steps that run now
-                ends = attempted(partial(ends_of_texts, self.slots.gpt), [said for _, said in together])
+                try:
+                    ends = attempted(partial(ends_of_texts, self.slots.gpt), [said for _, said in together])
+                except Exception:  # each is looked at alone then, and fails alone
+                    _log.debug("Looking for the ends of %d texts failed", len(together), exc_info=True)
+                    ends = None
             for (spoken, said), end in zip(together, ends or (), strict=False):
                 spoken.current.ends[len(said.codes)] = end
 

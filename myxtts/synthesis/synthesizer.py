@@ -48,7 +48,15 @@ from myxtts.synthesis.scheduler import (
 from myxtts.synthesis.slots import Slots
 from myxtts.synthesis.text import Limits, Sentence, TextFrontend
 from myxtts.synthesis.vocoding import GriffinLim, HifiGan, is_faint
-from myxtts.synthesis.voices import USED_SECONDS, References, Voice, VoiceEncoder, fingerprint, read_references
+from myxtts.synthesis.voices import (
+    USED_SECONDS,
+    References,
+    Voice,
+    VoiceEncoder,
+    belongs,
+    fingerprint,
+    read_references,
+)
 from myxtts.synthesis.windows import MAX_SPEED
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, has_weights, load_folder
@@ -383,7 +391,7 @@ class Synthesizer:
 
     @property
     def adapts(self) -> bool:
-        """True if voices can be adapted to their recordings: the decoder has a flow."""
+        """True if voices can be adapted to their recordings: the decoder has a flow, and it is used."""
         return isinstance(self.vocoder, HifiGan) and self.vocoder.codec is not None
 
     def voice(
@@ -396,8 +404,8 @@ class Synthesizer:
     ) -> Voice:
         """The voice of one or several recordings of one person.
 
-        `adapt` also learns what the weights do not know of it (`synthesis.adaptation`): some 20 seconds on two CPU
-        cores. Only for models with a flow, such as the base model.
+        `adapt` also learns what the weights do not know of it (`synthesis.adaptation`): half a minute on two CPU
+        CPU cores. Only for models with a flow, such as the base model.
         """
         references = read_references([Path(file) for file in files])
         return self.voice_of(references, name or Path(files[0]).stem, adapt=adapt, progress=progress)
@@ -407,9 +415,10 @@ class Synthesizer:
     ) -> Voice:
         """The voice of recordings that were read before."""
         if adapt and not self.adapts:
+            reason = "it speaks through Griffin-Lim" if "-" in self.fingerprint else "its decoder has no flow"
             raise ConfigError(
-                "Voices of this model cannot be adapted to a recording: its decoder has no flow, as models of the "
-                "size base have. Leave out --adapt, or fine-tune it on recordings of the person (myxtts train)."
+                f"Voices of this model cannot be adapted to a recording: {reason}. Leave out --adapt, or "
+                "fine-tune it on recordings of the person (myxtts train). Models of the size base have a flow."
             )
 
         def encode(references: References) -> Voice:
@@ -426,6 +435,7 @@ class Synthesizer:
             voice = attempted(encode, references)
         if voice is None:
             cure = "Close other programs that use it, or use the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
+            cure += " Without learning the voice (--no-adapt) less is needed." if adapt else ""
             raise PipelineError(f"Out of memory on {self.device} while encoding a voice. {cure}")
         return voice
 
@@ -567,8 +577,9 @@ class Synthesizer:
     def _utterance(self, text: str, voice: Voice, language: str) -> Utterance:
         """Split a text into sentences; refuse a voice of other weights, which would sound like noise."""
         fits = voice.latents.shape[2] == self._dims.gpt.dim and len(voice.speaker) == self._dims.speaker_dim
-        if not fits or (not self.fingerprint.startswith(voice.fingerprint)):
-            cure = "make it again from its recordings"
+        fits = fits and (voice.offsets is None or "-" in self.fingerprint)
+        if not fits or not belongs(voice, self.fingerprint):
+            cure = "make it again from its recordings (myxtts voices --add)"
             raise UnreadableWeights(f"The voice {voice.name!r} was made by another model; {cure}.")
         code = self._frontend.language_code(language)
         return Utterance(voice, code, *self._frontend.sentences(text, code))

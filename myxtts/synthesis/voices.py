@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -159,6 +160,12 @@ def fingerprint(model: XTTS) -> str:
     return made if flow is None else f"{made}-{_hash([flow])}"
 
 
+def belongs(voice: Voice, model_fingerprint: str) -> bool:
+    """True if the voice was made, and adapted, by the model of that fingerprint, or if its origin is unknown."""
+    made_by = model_fingerprint if voice.offsets is not None else model_fingerprint.partition("-")[0]
+    return voice.fingerprint in ("", made_by)
+
+
 def _hash(parts: Sequence[nn.Module], first: bytes = b"") -> str:
     digest = xxhash.xxh3_128(first)
     for part in parts:
@@ -232,9 +239,10 @@ class VoiceLibrary:
                 raise ConfigError(self._unknown(name))
             return voice
         voice = _read_voice(path)
-        if expected and not (voice.fingerprint and expected.startswith(voice.fingerprint)):
+        if expected and not (voice.fingerprint and belongs(voice, expected)):
             raise DatasetError(
-                f"The voice {name!r} in {self.folder} was made by other weights; make it again from recordings."
+                f"The voice {name!r} in {self.folder} was made by other weights, such as an earlier version's. "
+                f"Make it again from recordings: myxtts voices --add {shlex.quote(name)} FILE…"
             )
         return voice
 
@@ -278,10 +286,10 @@ def published_voices(path: Path) -> dict[str, Voice]:
         speaker = tensors.get(f"{name}.speaker_embedding")
         if kind == "gpt_cond_latent" and speaker is not None:
             latents, speaker = latents.reshape(1, *latents.shape[-2:]), speaker.flatten()
-            if not _is_voice(latents, speaker):
-                raise DatasetError(f"{path} is damaged: {name!r} has other shapes or types, or is not finite.")
             offsets = tensors.get(f"{name}.offsets")
-            offsets = None if offsets is None else offsets.float()
+            if not _is_voice(latents, speaker, offsets):
+                raise DatasetError(f"{path} is damaged: {name!r} has other shapes or types, or is not finite.")
+            offsets = offsets if offsets is None else offsets.float()
             voices[name] = Voice(name, latents.float(), speaker.float(), offsets=offsets, **about.get(name, {}))
     return {name: voices[name] for name in {**about, **voices} if name in voices}
 
@@ -292,8 +300,7 @@ def _read_voice(path: Path) -> Voice:
     if missing := {"latents", "speaker", "fingerprint"} - tensors.keys():
         raise DatasetError(f"{path} is not a voice: it lacks {', '.join(sorted(missing))}.")
     offsets = tensors.get("offsets")
-    fits = offsets is None or (offsets.shape == (NUM_OFFSETS,) and bool(offsets.isfinite().all()))
-    is_voice = fits and _is_voice(tensors["latents"], tensors["speaker"])
+    is_voice = _is_voice(tensors["latents"], tensors["speaker"], offsets)
     if tensors["fingerprint"].dtype != torch.uint8 or not is_voice:
         raise DatasetError(f"{path} is not a voice: its tensors have other shapes or types, or are not finite.")
     about = _read_about(path, tensors).get(path.stem, {})
@@ -334,6 +341,8 @@ def _user_folder() -> Path:
         raise ConfigError("There is no home folder to keep voices in; set HOME or XDG_DATA_HOME.") from None
 
 
-def _is_voice(latents: Tensor, speaker: Tensor) -> bool:
+def _is_voice(latents: Tensor, speaker: Tensor, offsets: Tensor | None) -> bool:
     fits = latents.dim() == 3 and latents.shape[:2] == (1, CONDITIONING_TOKENS) and speaker.dim() == 1
-    return fits and all(each.is_floating_point() and bool(each.isfinite().all()) for each in (latents, speaker))
+    fits = fits and (offsets is None or offsets.shape == (NUM_OFFSETS,))
+    parts = [latents, speaker, *([] if offsets is None else [offsets])]
+    return fits and all(each.is_floating_point() and bool(each.isfinite().all()) for each in parts)
