@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -293,7 +294,7 @@ def _add_speak(commands: Any) -> None:
 
 def _add_adapt(command: Any, when: str) -> None:
     adapt = f"{when}learn the voice from the recording, which takes about half a minute on two CPU cores "
-    adapt += "[default: if the model can, as the base model]"
+    adapt += "[default: if the model can, and is not a run that trained its flow]"
     command.add_argument("--adapt", action=argparse.BooleanOptionalAction, help=adapt)
 
 
@@ -741,6 +742,7 @@ def _speak(options: argparse.Namespace) -> None:
     from myxtts.text.normalize import normalize
     from myxtts.weights import Provenance
 
+    _check_adapt(options, "speak", "--speaker FILE", bool(options.speaker))
     book = read_book(options.book) if _check_book(options) else None
     text = book.sample if book else _text(options)
     markup = Markup(text) if not book and is_markup(text) else None
@@ -765,7 +767,7 @@ def _speak(options: argparse.Namespace) -> None:
     work_on(device := device_named(options.device))
     synthesizer = load_synthesizer(folder, vocoder=options.vocoder, device=device, best_gpt=options.best)
     if references:
-        name, adapt = options.voice or options.speaker[0].stem, _adapts(options, synthesizer)
+        name, adapt = options.voice or options.speaker[0].stem, _adapts(options, folder, synthesizer)
         voice = synthesizer.voice_of(references, name, adapt=adapt, progress=ProgressLines())
         if options.voice:
             _say(f"Voice saved: {voices.save(voice)}")
@@ -920,9 +922,18 @@ def _model_name(folder: Path) -> str:
     return "the base model" if folder == config.BASE_FOLDER else f"the model in {folder}"
 
 
-def _adapts(options: argparse.Namespace, synthesizer: Synthesizer) -> bool:
-    """What --adapt or --no-adapt say, or else whether the model can."""
-    return synthesizer.adapts if options.adapt is None else bool(options.adapt)
+def _check_adapt(options: argparse.Namespace, command: str, flags: str, has_recordings: bool) -> None:
+    if options.adapt is not None and not has_recordings:
+        flag = "--adapt" if options.adapt else "--no-adapt"
+        raise ConfigError(f"{command}: {flag} says how a voice is made of a recording; give one with {flags}")
+
+
+def _adapts(options: argparse.Namespace, folder: Path, synthesizer: Synthesizer) -> bool:
+    """What --adapt or --no-adapt say, or else whether the model can and its flow was not trained in a run."""
+    from myxtts.run_dir import RunDir
+
+    usual = synthesizer.adapts and not RunDir(folder).has_checkpoint("decoder")
+    return usual if options.adapt is None else bool(options.adapt)
 
 
 def _voices(options: argparse.Namespace) -> None:
@@ -932,12 +943,13 @@ def _voices(options: argparse.Namespace) -> None:
 
     if (options.add is None) != (not options.recordings):
         raise ConfigError("voices: to add one give a name and recordings: myxtts voices --add NAME FILE…")
+    _check_adapt(options, "voices", "--add NAME FILE…", options.add is not None)
     folder = _model_folder(options.model)
     library = VoiceLibrary(folder)
     if options.add is not None:
         library.path(options.add)  # reports an impossible name before anything is computed
         synthesizer = load_synthesizer(folder)
-        adapt = _adapts(options, synthesizer)
+        adapt = _adapts(options, folder, synthesizer)
         voice = synthesizer.voice(options.recordings, options.add, adapt=adapt, progress=ProgressLines())
         about = {"languages": tuple(options.language or ()), "description": options.description}
         _say(*voice.notes, library.save(replace(voice, **about)))
@@ -1033,12 +1045,18 @@ def _export(options: argparse.Namespace) -> None:
 
 def _build_in_voices(source: Path, out: Path, model: XTTS) -> None:
     """Give an export the voices of its source, without those that other weights made."""
+    from myxtts.run_dir import readers_file
     from myxtts.synthesis.voices import VoiceLibrary, belongs, fingerprint
+    from myxtts.weights import READERS_FILE
 
     found, own = VoiceLibrary(source).all(), fingerprint(model)
     for voice in [voice for voice in found if not belongs(voice, own)]:
         _say(f"WARNING: voice {voice.name} is left out: other weights made it. myxtts voices --add makes it again")
     VoiceLibrary(out).build_in([voice for voice in found if belongs(voice, own)])
+    (out / READERS_FILE).unlink(missing_ok=True)
+    if readers := readers_file(source):
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(readers, out / READERS_FILE)
 
 
 def _check_export(source: Path, out: Path) -> bool:

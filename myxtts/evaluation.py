@@ -67,6 +67,7 @@ from myxtts.synthesis.synthesizer import (
     Synthesizer,
     VocoderChoice,
     provenance,
+    readers_of,
     save_wave,
     synthesizer_of,
     usable_vocoder,
@@ -444,6 +445,7 @@ class Speaker:
         if ctx.stage == "gpt":
             noise, dropout = training.code_noise or 0.0, training.text_dropout or 0.0
             self._known = replace(self._known, code_noise=noise, text_dropout=dropout)
+        self._readers = readers_of(run.folder) if ctx.stage != "gpt" else []
         self._vocoder = VocoderChoice("hifigan")
         if ctx.stage != "decoder":
             parts, reads_mels = self._known.untrained_parts, ctx.model.dims.reads_mels
@@ -458,7 +460,8 @@ class Speaker:
         (own,) = copied([model], lambda tensor: tensor.to(device))
         assert isinstance(own, XTTS)
         merge_adapters(own.gpt)
-        synthesizer = synthesizer_of(own, self._vocabulary, device, self._known, self._vocoder, capture=False)
+        known, readers = self._known, self._readers
+        synthesizer = synthesizer_of(own, self._vocabulary, device, known, self._vocoder, readers, capture=False)
         work = with_voices(synthesizer, self._folder, self._sentences)
         self._sentences = [sentence for sentence, _ in work]  # the others are reported once
         texts, languages = zip(*((sentence.text, sentence.language) for sentence in self._sentences), strict=True)

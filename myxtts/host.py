@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last under WS
 _CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
+_turns_lock = threading.Lock()
+_turns = {"asked": 0, "usual_s": 0.0}
 
 
 def usable_cores() -> int:
@@ -39,13 +42,22 @@ def usable_cores() -> int:
 
 @contextlib.contextmanager
 def short_turns() -> Iterator[None]:
-    """Let threads take turns more often: one that drives a GPU needs a moment many times per step."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, TURN_S))
+    """Let threads take turns more often: one that drives a GPU needs a moment many times per step.
+
+    This holds for the process, until the last of those that asked for it has ended.
+    """
+    with _turns_lock:
+        if not _turns["asked"]:
+            _turns["usual_s"] = sys.getswitchinterval()
+            sys.setswitchinterval(min(_turns["usual_s"], TURN_S))
+        _turns["asked"] += 1
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        with _turns_lock:
+            _turns["asked"] -= 1
+            if not _turns["asked"]:
+                sys.setswitchinterval(_turns["usual_s"])
 
 
 @contextlib.contextmanager

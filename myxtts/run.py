@@ -72,7 +72,7 @@ from myxtts.model.vocoder import Generator, HifiGanInput
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key, keep_latents, latents_key
-from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
+from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model, readers_file
 from myxtts.settings import LoadedSettings, as_loaded, how_to_set, specs, to_yaml, value_of, with_settings
 from myxtts.synthesis.synthesizer import provenance
 from myxtts.text.tokenizer import Tokenizer
@@ -315,7 +315,7 @@ def _start(
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }
             trained_in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
-            run_dir.start(model, prepared.tokenizer, trained_in_full, facts)
+            run_dir.start(model, prepared.tokenizer, trained_in_full, facts, readers_file(source))
         is_random = "dvae" in run_dir.untrained() and "dvae" not in stages
         if "gpt" in stages and is_random and model is not None:
             say("Hint: stage gpt without a trained DVAE learns the codes of a random one; train dvae before it")

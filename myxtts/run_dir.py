@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +40,7 @@ from myxtts.model.xtts import SIZES, XTTS, XTTSDims, sizes_of
 from myxtts.observe.metrics import RUN_FILES
 from myxtts.settings import load
 from myxtts.text.tokenizer import Tokenizer
-from myxtts.weights import Provenance, is_trained_in, load_folder, load_state
+from myxtts.weights import READERS_FILE, Provenance, is_trained_in, load_folder, load_state, require_shipped
 
 BASE_FILE, DIMS_FILE, VOCABULARY_FILE = "base.safetensors", "model.json", "vocab.json"
 RESET_PREFIX = "before-reset-"
@@ -210,9 +211,14 @@ class RunDir:
         return Checkpoints(self.folder / stage, self._keep, self.best_by if stage == "gpt" else None)
 
     def start(
-        self, model: XTTS, vocabulary: Tokenizer, trained_in_full: Collection[str], facts: Mapping[str, Any]
+        self,
+        model: XTTS,
+        vocabulary: Tokenizer,
+        trained_in_full: Collection[str],
+        facts: Mapping[str, Any],
+        readers: Path | None = None,
     ) -> None:
-        """Write the folder of a new run; `facts` about its start are returned by `started_with`."""
+        """Write the folder of a new run, with a copy of `readers`; `started_with` returns the `facts`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {
             name: tensor
@@ -221,13 +227,16 @@ class RunDir:
         }
         write_tensors(self.folder / BASE_FILE, state)
         vocabulary.save(self.folder / VOCABULARY_FILE)
-        checksums = {name: file_hash(self.folder / name) for name in (BASE_FILE, VOCABULARY_FILE)}
+        if readers is not None:
+            shutil.copyfile(readers, self.folder / READERS_FILE)
+        names = (BASE_FILE, VOCABULARY_FILE, *([READERS_FILE] if readers is not None else []))
+        checksums = {name: file_hash(self.folder / name) for name in names}
         content = {"dims": model.dims.to_dict(), "started_with": dict(facts), "xxh3": checksums}
         write_text_atomically(self.folder / DIMS_FILE, json.dumps(content, indent=2))
 
     def reset(self) -> Path | None:
         """Move everything of an earlier run to a subfolder and return that; None if there is nothing."""
-        files = (BASE_FILE, DIMS_FILE, VOCABULARY_FILE, "tensorboard", "report.html", "sample.wav")
+        files = (BASE_FILE, DIMS_FILE, VOCABULARY_FILE, READERS_FILE, "tensorboard", "report.html", "sample.wav")
         reports = ("reference.wav", "evaluation", "samples", *(name for name in RUN_FILES if "/" not in name))
         present = [path for name in (*STAGES, *files, *reports) if (path := self.folder / name).exists()]
         if not present:
@@ -296,6 +305,11 @@ class RunDir:
 
     def vocabulary(self) -> Tokenizer:
         return Tokenizer.load(self.vocabulary_file)
+
+    def readers_file(self) -> Path | None:
+        """The voices that the GPT learnt, if it is that of the weights the run began with and they had some."""
+        has_some = (self.folder / READERS_FILE).is_file() and not self.has_checkpoint("gpt")
+        return self._undamaged(READERS_FILE) if has_some else None
 
     def _undamaged(self, name: str) -> Path:
         """The path of a file that the run was started with; raises an error if it has changed since."""
@@ -424,3 +438,10 @@ def inherited(source: Path | None) -> dict[str, Any]:
     untrained = list(known.untrained)
     facts = {"from_scratch": known.from_scratch, "untrained": untrained, "languages": sorted(languages)}
     return facts | {"trained_with": learnt, "guidance": known.guidance}
+
+
+def readers_file(folder: Path | None) -> Path | None:
+    """The voices that the GPT of a run or of a folder of weights learnt, if they are known."""
+    if folder is None or (run := RunDir(folder)).exists:
+        return None if folder is None else run.readers_file()
+    return require_shipped(folder, READERS_FILE) if (folder / READERS_FILE).is_file() else None

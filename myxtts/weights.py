@@ -54,6 +54,7 @@ PARTS = ("gpt", "hifigan_decoder.waveform_decoder", "hifigan_decoder.speaker_enc
 _DVAE_FILE, _STATS_FILE, _CONFIG_FILE = "dvae.pth", "mel_stats.pth", "config.json"
 _PROVENANCE_FILE = "myxtts.json"
 VOICES_FILE = "voices.safetensors"
+READERS_FILE = "readers.safetensors"  # voices that the GPT learnt, see `synthesis.voices`
 """Built-in voices of a compact folder (`synthesis.voices`)."""
 
 COMPACT_BYTES, SHARD_BYTES = 100_000_000, 45_000_000
@@ -236,7 +237,7 @@ def _plain_ends(state: Mapping[str, Tensor]) -> Tensors:
 def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Provenance = PUBLISHED) -> None:
     """Write a folder that coqui-tts loads if `fits_coqui`, in place of a compact one."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in [folder / VOICES_FILE, *folder.glob(_SHARD.format("*"))]:
+    for path in [folder / VOICES_FILE, folder / READERS_FILE, *folder.glob(_SHARD.format("*"))]:
         path.unlink(missing_ok=True)
     write_text_atomically(folder / _PROVENANCE_FILE, json.dumps(asdict(provenance), indent=2))
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
@@ -251,9 +252,9 @@ def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Pr
 def save_compact(
     folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Provenance = PUBLISHED
 ) -> dict[str, int]:
-    """Write the compact form, in place of any other, and return its bytes by file; `VOICES_FILE` may be there."""
+    """Write the compact form, in place of any other, and return its bytes by file; voices may be there."""
     folder.mkdir(parents=True, exist_ok=True)
-    voices = [path for path in (folder / VOICES_FILE,) if path.is_file()]
+    voices = [path for name in (VOICES_FILE, READERS_FILE) if (path := folder / name).is_file()]
     named = len(vocabulary.to_json().encode()) + sum(path.stat().st_size for path in voices)
     shards, used = [Tensors()], 0
     for name, tensor in compacted(model.state_dict(), COMPACT_BYTES - named - 100 * _ENTRY_BYTES).items():
@@ -320,7 +321,7 @@ def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def _read_compact(folder: Path) -> Tensors:
     """All weights of a compact folder in fp32; raises an error for files that are not those that were written."""
     stored = Tensors()
-    for name in [name for name in shipped_files(folder) if name != VOICES_FILE]:
+    for name in [name for name in shipped_files(folder) if name not in (VOICES_FILE, READERS_FILE)]:
         path = require_shipped(folder, name)
         stored |= read_tensors(path) if path.suffix == ".npz" else {}
     state = Tensors()

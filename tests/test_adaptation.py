@@ -1,7 +1,9 @@
-"""Voices that are adapted to their recordings: what is learnt, saved, mixed and refused."""
+"""Voices that are adapted to their recordings, and readers: what is learnt, saved, mixed, refused and chosen."""
 
 from __future__ import annotations
 
+import shutil
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +12,24 @@ import torch
 from conftest import make_voice
 from synthesis_fixtures import TEXTS, make_model, speaking, vocabulary
 
+from myxtts import cli
 from myxtts.audio import Pcm, decode
+from myxtts.checkpoints import UnreadableWeights
 from myxtts.cli import main
-from myxtts.config import SAMPLE_RATE
+from myxtts.config import CONDITIONING_TOKENS, SAMPLE_RATE
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.flow import NUM_OFFSETS
-from myxtts.model.gpt import heard_latents, pack, packed_length
+from myxtts.model.gpt import heard_latents, heard_loss, pack, packed_length
+from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.xtts import XTTS
+from myxtts.run_dir import RunDir, readers_file
 from myxtts.synthesis import adaptation
 from myxtts.synthesis.adaptation import flow_example
-from myxtts.synthesis.synthesizer import Synthesizer
+from myxtts.synthesis.synthesizer import Synthesizer, load_synthesizer, readers_of
 from myxtts.synthesis.vocoding import HifiGan
 from myxtts.synthesis.voices import Voice, VoiceLibrary, mixed, published_voices
-from myxtts.weights import save_compact
+from myxtts.weights import READERS_FILE, save_compact
 
 pytest_plugins = ["synthesis_fixtures"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,3 +175,70 @@ def test_the_commands_adapt_if_the_model_can(
     capsys.readouterr()
     assert main(["voices", "--add", "other", str(reference), "--adapt", *model]) == 2
     assert "cannot be adapted" in capsys.readouterr().err
+    for command in (["voices"], ["speak", "Hello.", *out]):
+        assert main([*command, "--no-adapt", *model]) == 2
+        assert "--no-adapt says how a voice is made of a recording" in capsys.readouterr().err
+
+
+# Readers
+
+
+def some_readers() -> list[Voice]:
+    dims = flow_model().dims
+    latents = torch.randn(3, 1, CONDITIONING_TOKENS, dims.gpt.dim, generator=torch.Generator().manual_seed(3))
+    return [Voice(f"reader {number}", each, torch.ones(dims.speaker_dim)) for number, each in enumerate(latents)]
+
+
+def test_the_loss_of_codes_is_that_of_their_latents(flowing: Synthesizer) -> None:
+    voice, codes = some_readers()[0].latents, torch.tensor([3, 1, 4, 1, 5])
+    logs = flowing.gpt.mel_head(heard_latents(flowing.gpt, voice, codes)).log_softmax(-1)
+    expected = -sum(float(row[code]) for row, code in zip(logs, codes, strict=True))
+    assert heard_loss(flowing.gpt, voice, codes) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_voice_reads_as_the_reader_in_whom_its_codes_are_likeliest(reference: Path) -> None:
+    plain, readers = speaking(flow_model()), some_readers()
+    own = plain.voice([reference])
+    reading = speaking(flow_model(), readers=readers).voice([reference])
+    assert torch.equal(reading.speaker, own.speaker) and reading.fingerprint == own.fingerprint
+    assert isinstance(plain.vocoder, HifiGan) and plain.vocoder.codec is not None
+    wave = torch.from_numpy(decode(reference, SAMPLE_RATE, 60))[None] / 32768
+    codec = plain.vocoder.codec
+    codes = codec.dvae.encode(LogMel(DVAE_MEL)(wave, codec.mel_stats))[0]
+    losses = [heard_loss(plain.gpt, reader.latents, codes) for reader in readers]
+    assert torch.equal(reading.latents, readers[losses.index(min(losses))].latents)
+
+
+def test_griffin_lim_speaks_as_the_gpt_reads_so_it_reads_in_the_person_s_voice(reference: Path) -> None:
+    own = speaking(flow_model()).voice([reference])
+    voice = speaking(flow_model(), readers=some_readers(), vocoder="griffin-lim").voice([reference])
+    assert torch.equal(voice.latents, own.latents)
+
+
+def test_a_run_without_a_gpt_of_its_own_reads_as_its_first_weights(reference: Path, tmp_path: Path) -> None:
+    weights, folder, export = tmp_path / "weights", tmp_path / "run", tmp_path / "export"
+    VoiceLibrary(weights).build_in(some_readers())
+    (weights / "voices.safetensors").rename(weights / READERS_FILE)
+    save_compact(weights, flow_model(), vocabulary())
+    run = RunDir(folder)
+    run.start(flow_model(), vocabulary(), [], {"training.init_from": str(weights)}, readers_file(weights))
+    names = [reader.name for reader in some_readers()]
+    shutil.rmtree(weights)
+    assert [reader.name for reader in readers_of(folder)] == names
+    voice = load_synthesizer(folder, vocoder="hifigan", device="cpu").voice([reference])
+    assert any(torch.equal(voice.latents, reader.latents.half().float()) for reader in some_readers())
+    assert main(["export", str(folder), "--out", str(export), "--to", "compact"]) == 0
+    assert [reader.name for reader in readers_of(export)] == names and not VoiceLibrary(export).all()
+    content = (folder / READERS_FILE).read_bytes()
+    (folder / READERS_FILE).write_bytes(content[:-2] + b"xx")
+    with pytest.raises(UnreadableWeights, match="checksum"):
+        readers_of(folder)
+    (folder / "gpt" / "step-00000001").mkdir(parents=True)
+    assert not readers_of(folder)
+
+
+def test_a_run_that_trained_its_flow_learns_voices_only_if_asked(flowing: Synthesizer, tmp_path: Path) -> None:
+    for stage, usual in (("gpt", True), ("decoder", False)):
+        (tmp_path / stage / "step-00000001").mkdir(parents=True)
+        found = [cli._adapts(Namespace(adapt=asked), tmp_path, flowing) for asked in (None, True, False)]
+        assert found == [usual, True, False]

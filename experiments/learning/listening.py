@@ -16,6 +16,7 @@ and checkpoints speak meanwhile; `--seconds` stops the trainings in time to spea
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import shutil
 import subprocess
@@ -76,7 +77,10 @@ Item = dict[str, Any]
 
 def cut(options: argparse.Namespace) -> None:
     """Copy the recordings that are short enough, and write where they can be cut."""
-    folder, out = unpacked(options.speech, options.out / "all"), options.out
+    out = options.out
+    if out.resolve() == options.speech.resolve():
+        raise SystemExit(f"{out} is the folder of the recordings; give another one with --out")
+    folder = unpacked(options.speech, out / "all")
     clips = [clip for clip in read_speech(folder) if clip.seconds <= MAX_SECONDS]
     kept = {Path(clip.path).relative_to(folder.resolve()) for clip in clips}
     header, *lines = (folder / "metadata.csv").read_text(encoding="utf-8").splitlines()
@@ -215,7 +219,9 @@ def begin_training(options: argparse.Namespace, arm: str, seconds: float | None)
     if seconds is not None:
         command += ["--seconds", str(seconds)]
     with open(options.home / f"{arm}.log", "ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log)
+        training = subprocess.Popen(command, stdout=log, stderr=log)
+    atexit.register(training.kill)  # if this process fails
+    return training
 
 
 def train_arm(options: argparse.Namespace, deadline: Deadline) -> None:

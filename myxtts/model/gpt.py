@@ -472,6 +472,13 @@ def heard_latents(gpt: GPT, voice: Tensor, codes: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def heard_loss(gpt: GPT, voice: Tensor, codes: Tensor) -> float:
+    """How unexpected codes [n] are to the GPT in that voice: the sum of their cross-entropies."""
+    logits = gpt.mel_head(heard_latents(gpt, voice, codes).to(gpt.mel_embedding.weight.dtype))
+    return F.cross_entropy(logits.float(), codes, reduction="sum").item()
+
+
+@torch.no_grad()
 def text_attention(gpt: GPT, *sentences: Said) -> list[Tensor]:
     """How much each head attends to each text token while it predicts each code: [heads, codes, ids], float32.
 

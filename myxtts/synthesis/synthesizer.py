@@ -31,7 +31,7 @@ from myxtts.devices import device_named, release_memory
 from myxtts.errors import NO_PROGRESS, ConfigError, MyXTTSError, PipelineError, Progress, progress_bar
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
-from myxtts.run_dir import RunDir
+from myxtts.run_dir import RunDir, readers_file
 from myxtts.settings import load
 from myxtts.synthesis.adaptation import adapted
 from myxtts.synthesis.generation import MAX_NEW_CODES, Sampling, Shape, convert, usual_dtype
@@ -55,6 +55,7 @@ from myxtts.synthesis.voices import (
     VoiceEncoder,
     belongs,
     fingerprint,
+    published_voices,
     read_references,
 )
 from myxtts.synthesis.windows import MAX_SPEED
@@ -350,8 +351,8 @@ class Synthesizer:
     Takes over the model: moves it to the device, folds the vocoder's weight norm and rounds the GPT to
     16 bits unless `dtype` says otherwise. `limits` bound a sentence if the model was trained on less than it has
     positions for. Every report includes the `notes`, and says if `languages`, those that the model was trained on,
-    lack that of the text. On a GPU the first speech takes some tenths of a second longer, while its steps are
-    captured.
+    lack that of the text. In the voice of a recording the GPT reads as one of the `readers`, if there are any.
+    On a GPU the first speech takes some tenths of a second longer, while its steps are captured.
     """
 
     def __init__(
@@ -363,6 +364,7 @@ class Synthesizer:
         vocoder: VocoderName = "hifigan",
         notes: Sequence[str] = (),
         languages: Collection[str] = (),
+        readers: Sequence[Voice] = (),
         limits: Limits | None = None,
         use_phonemes: bool = False,
         sampling: Sampling = PUBLISHED_SAMPLING,
@@ -376,7 +378,8 @@ class Synthesizer:
         self.device = device
         self.sampling, self._notes, self.languages = sampling, tuple(notes), languages
         self.limits = limits or Limits(model.dims.gpt.max_text, min(MAX_NEW_CODES, model.dims.gpt.max_codes))
-        self._encoder = VoiceEncoder(model, device)
+        decides = model.dims.reads_mels and vocoder == "hifigan"  # the flow, on who speaks
+        self._encoder = VoiceEncoder(model, device, readers if decides else ())
         self.fingerprint = fingerprint(model)
         self._frontend = TextFrontend(vocabulary, self.limits, use_phonemes=use_phonemes)
         convert(model.gpt, dtype or usual_dtype(device))
@@ -661,7 +664,13 @@ def load_synthesizer(
     else:
         model, vocabulary, fresh_parts, known = load_folder(folder)
         choice = usable_vocoder(fresh_parts, vocoder, known.vocoder, model.dims.reads_mels)
-    return synthesizer_of(model, vocabulary, device, known, choice)
+    return synthesizer_of(model, vocabulary, device, known, choice, readers_of(folder))
+
+
+def readers_of(folder: Path) -> list[Voice]:
+    """Voices that the GPT of a run or of a folder of weights learnt; empty if they are not known."""
+    path = readers_file(folder)
+    return [] if path is None else list(published_voices(path).values())
 
 
 def synthesizer_of(
@@ -670,6 +679,7 @@ def synthesizer_of(
     device: torch.device,
     known: Provenance,
     choice: VocoderChoice,
+    readers: Sequence[Voice] = (),
     capture: bool = True,
 ) -> Synthesizer:
     """A synthesizer that speaks as a model of this origin should."""
@@ -678,6 +688,7 @@ def synthesizer_of(
         "notes": [choice.note] if choice.note else [],
         "languages": known.languages,
         "use_phonemes": known.use_phonemes,
+        "readers": readers,
         "capture": capture,
     }
     if known.from_scratch:

@@ -5,6 +5,10 @@
 
 A voice belongs to the weights that made it, which its fingerprint identifies. `adaptation` adds offsets to it that
 are learnt from the same recordings. Knows no text and speaks nothing.
+
+Where a flow decides who speaks, the GPT may read in another voice. A GPT that learnt few real voices says wrong
+words in those of strangers. With `readers`, voices that it learnt, a voice gets the latents of the one in which
+the codes of its recordings are the least unexpected.
 """
 
 from __future__ import annotations
@@ -31,12 +35,14 @@ from myxtts.checkpoints import Tensors, read_tensors, write_tensors
 from myxtts.config import CONDITIONING_TOKENS, SAMPLE_RATE
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.model.flow import NUM_OFFSETS
-from myxtts.model.mel import CONDITIONING_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample
+from myxtts.model.gpt import heard_loss
+from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample
 from myxtts.model.xtts import XTTS, speaker_of_latents
 from myxtts.weights import VOICES_FILE, require_shipped
 
 CHUNK_SECONDS, LEAST_CHUNK_SECONDS, USED_SECONDS = 4, 0.33, 30
 """As published with XTTS-v2. Several files contribute chunks in turn, up to 30 seconds together."""
+READER_CHUNKS = 3  # that choose a reader; each takes a pass through the GPT for every reader
 LONGEST_SECONDS = 600  # a longer file is taken for a recording session by mistake
 SHORTEST_SECONDS, ENOUGH_SECONDS = 1.0, 3.0
 SILENCE_DB = 40.0  # speech has ended where the level is this far below the loudest part
@@ -73,12 +79,12 @@ class Voice:
 class VoiceEncoder:
     """Makes voices with the weights of one model, on the device it is on."""
 
-    def __init__(self, model: XTTS, device: torch.device) -> None:
-        self._gpt = model.gpt
+    def __init__(self, model: XTTS, device: torch.device, readers: Sequence[Voice] = ()) -> None:
+        self._gpt, self._dvae, self._readers = model.gpt, model.dvae, readers
         self._speaker_encoder = cast(nn.Module, model.hifigan_decoder.speaker_encoder)
         self._dims, self._encodes = model.dims, model.speaker_is_trained
         self._mel_stats = model.mel_stats
-        self._mel = LogMel(CONDITIONING_MEL).to(device)
+        self._mel, self._dvae_mel = LogMel(CONDITIONING_MEL).to(device), LogMel(DVAE_MEL).to(device)
         self._device = device
         self._fingerprint = fingerprint(model).partition("-")[0]
 
@@ -95,7 +101,18 @@ class VoiceEncoder:
             speaker = speaker_of_latents(latents, self._dims.speaker_dim)[0]
         if not (latents.isfinite().all() and speaker.isfinite().all()):
             raise DatasetError("The voice is NaN or infinite: the weights are damaged, or training diverged.")
+        if self._readers:
+            latents = self._reader(waves).latents.to(latents)
         return Voice(name, latents.cpu(), speaker.cpu(), self._fingerprint, tuple(notes))
+
+    def _reader(self, waves: Sequence[Tensor]) -> Voice:
+        mels = [self._dvae_mel(chunk[None], self._mel_stats) for chunk in _chunks(waves)[:READER_CHUNKS]]
+        codes = [self._dvae.encode(mel)[0] for mel in mels]
+
+        def loss(reader: Voice) -> float:
+            return sum(heard_loss(self._gpt, reader.latents, each) for each in codes)
+
+        return min(self._readers, key=loss)
 
     def _embedding(self, waves: Sequence[Tensor]) -> Tensor:
         waves_16k = [resample(wave[None, : USED_SECONDS * SAMPLE_RATE], SPEAKER_SAMPLE_RATE) for wave in waves]
