@@ -1029,10 +1029,12 @@ def _export(options: argparse.Namespace) -> None:
     size = ""
     if options.to == "compact":
         _build_in_voices(options.source, options.out, model)
+        _copy_readers(options.source, options.out)
         written = save_compact(options.out, model, vocabulary, known)
         size = f", {sum(written.values()) / 1e6:.1f} MB"
     else:
         save_folder(options.out, model, vocabulary, known)
+        _copy_readers(options.source, options.out)
     _say(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{size}{fresh}{replaced}")
     if known.untrained:
         hum = "; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else ""
@@ -1045,17 +1047,21 @@ def _export(options: argparse.Namespace) -> None:
 
 def _build_in_voices(source: Path, out: Path, model: XTTS) -> None:
     """Give an export the voices of its source, without those that other weights made."""
-    from myxtts.run_dir import readers_file
     from myxtts.synthesis.voices import VoiceLibrary, belongs, fingerprint
-    from myxtts.weights import READERS_FILE
 
     found, own = VoiceLibrary(source).all(), fingerprint(model)
     for voice in [voice for voice in found if not belongs(voice, own)]:
         _say(f"WARNING: voice {voice.name} is left out: other weights made it. myxtts voices --add makes it again")
     VoiceLibrary(out).build_in([voice for voice in found if belongs(voice, own)])
+
+
+def _copy_readers(source: Path, out: Path) -> None:
+    from myxtts.run_dir import readers_file
+    from myxtts.weights import READERS_FILE
+
+    out.mkdir(parents=True, exist_ok=True)
     (out / READERS_FILE).unlink(missing_ok=True)
     if readers := readers_file(source):
-        out.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(readers, out / READERS_FILE)
 
 

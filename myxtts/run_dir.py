@@ -40,7 +40,15 @@ from myxtts.model.xtts import SIZES, XTTS, XTTSDims, sizes_of
 from myxtts.observe.metrics import RUN_FILES
 from myxtts.settings import load
 from myxtts.text.tokenizer import Tokenizer
-from myxtts.weights import READERS_FILE, Provenance, is_trained_in, load_folder, load_state, require_shipped
+from myxtts.weights import (
+    READERS_FILE,
+    Provenance,
+    is_trained_in,
+    load_folder,
+    load_state,
+    require_shipped,
+    shipped_files,
+)
 
 BASE_FILE, DIMS_FILE, VOCABULARY_FILE = "base.safetensors", "model.json", "vocab.json"
 RESET_PREFIX = "before-reset-"
@@ -444,4 +452,6 @@ def readers_file(folder: Path | None) -> Path | None:
     """The voices that the GPT of a run or of a folder of weights learnt, if they are known."""
     if folder is None or (run := RunDir(folder)).exists:
         return None if folder is None else run.readers_file()
-    return require_shipped(folder, READERS_FILE) if (folder / READERS_FILE).is_file() else None
+    if not (path := folder / READERS_FILE).is_file():
+        return None
+    return require_shipped(folder, READERS_FILE) if READERS_FILE in shipped_files(folder) else path

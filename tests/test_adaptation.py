@@ -229,6 +229,8 @@ def test_a_run_without_a_gpt_of_its_own_reads_as_its_first_weights(reference: Pa
     assert any(torch.equal(voice.latents, reader.latents.half().float()) for reader in some_readers())
     assert main(["export", str(folder), "--out", str(export), "--to", "compact"]) == 0
     assert [reader.name for reader in readers_of(export)] == names and not VoiceLibrary(export).all()
+    assert main(["export", str(export), "--out", str(tmp_path / "coqui")]) == 0
+    assert [reader.name for reader in readers_of(tmp_path / "coqui")] == names
     content = (folder / READERS_FILE).read_bytes()
     (folder / READERS_FILE).write_bytes(content[:-2] + b"xx")
     with pytest.raises(UnreadableWeights, match="checksum"):

@@ -39,7 +39,7 @@ GRAB_BAGS = {
 }  # fmt: skip
 METAPHORS = {"lane", "witness", "noted", "surroundings", "takes", "manner", "rehearsal"}
 """Words that name a technical thing after something else: a lane is a stream, a rehearsal is a dry run."""
-MOST_MODULES, MOST_PACKAGE_LINES, LONGEST_IMPORT_CHAIN = 97, 40_030, 14
+MOST_MODULES, MOST_PACKAGE_LINES, LONGEST_IMPORT_CHAIN = 97, 40_040, 14
 MOST_FUNCTION_LINES, MOST_MARKDOWN_FILES, MOST_README_LINES = 60, 14, 150
 LONG_FUNCTIONS = {"benchmarks/data.py:gather": 80}
 
