@@ -315,7 +315,8 @@ def _start(
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }
             trained_in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
-            run_dir.start(model, prepared.tokenizer, trained_in_full, facts, readers_file(source))
+            readers = None if source is None else readers_file(source)
+            run_dir.start(model, prepared.tokenizer, trained_in_full, facts, readers)
         is_random = "dvae" in run_dir.untrained() and "dvae" not in stages
         if "gpt" in stages and is_random and model is not None:
             say("Hint: stage gpt without a trained DVAE learns the codes of a random one; train dvae before it")

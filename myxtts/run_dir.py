@@ -315,7 +315,7 @@ class RunDir:
         return Tokenizer.load(self.vocabulary_file)
 
     def readers_file(self) -> Path | None:
-        """The voices that the GPT learnt, if it is that of the weights the run began with and they had some."""
+        """The voices that the GPT learnt before the run; None if they are unknown or the run trained its GPT."""
         has_some = (self.folder / READERS_FILE).is_file() and not self.has_checkpoint("gpt")
         return self._undamaged(READERS_FILE) if has_some else None
 
@@ -448,10 +448,11 @@ def inherited(source: Path | None) -> dict[str, Any]:
     return facts | {"trained_with": learnt, "guidance": known.guidance}
 
 
-def readers_file(folder: Path | None) -> Path | None:
+def readers_file(folder: Path) -> Path | None:
     """The voices that the GPT of a run or of a folder of weights learnt, if they are known."""
-    if folder is None or (run := RunDir(folder)).exists:
-        return None if folder is None else run.readers_file()
+    run = RunDir(folder)
+    if run.exists:
+        return run.readers_file()
     if not (path := folder / READERS_FILE).is_file():
         return None
     return require_shipped(folder, READERS_FILE) if READERS_FILE in shipped_files(folder) else path

@@ -408,7 +408,7 @@ class Synthesizer:
         """The voice of one or several recordings of one person.
 
         `adapt` also learns what the weights do not know of it (`synthesis.adaptation`): half a minute on two CPU
-        CPU cores. Only for models with a flow, such as the base model.
+        cores. Only for models with a flow, such as the base model.
         """
         references = read_references([Path(file) for file in files])
         return self.voice_of(references, name or Path(files[0]).stem, adapt=adapt, progress=progress)
