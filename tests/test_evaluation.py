@@ -34,12 +34,14 @@ from myxtts.config import MIN_SPEAKERS
 from myxtts.devices import CAPTURING, Plan
 from myxtts.errors import PipelineError
 from myxtts.evaluation import MOST_SAMPLES, Evaluator, Speaker
+from myxtts.model.xtts import XTTS
 from myxtts.observe.metrics import MetricsLog
 from myxtts.observe.report import write_report
 from myxtts.reports import TrainingReports
 from myxtts.run import StageContext
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
+from myxtts.synthesis.synthesizer import Synthesizer
 from myxtts.training.trainer import Evaluation, Trainer
 from myxtts.weights import load_folder
 
@@ -412,6 +414,21 @@ def test_evaluations_speak_held_out_sentences_and_leave_them_in_the_run(start: S
     players = re.findall(r'<span class="sound"><span>([^<]*)</span> <audio[^>]*src="data:audio/mpeg', page)
     assert players[-3:] == ["recording", "decoder, step 2", "decoder, step 4"], "the recording first"
     assert re.search(r'<figcaption>gpt: alignment</figcaption><img class="picture" src="data:image/png', page)
+
+
+def test_a_stage_that_trains_no_gpt_speaks_as_the_readers_of_its_run(
+    start: Start, speech: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, readers, found = myxtts.evaluation.synthesizer_of, [object()], list[object]()
+
+    def seen(model: XTTS, *arguments: Any, **options: Any) -> Synthesizer:
+        found.append(arguments[4])
+        return original(model, *arguments[:4], **options)
+
+    monkeypatch.setattr(myxtts.evaluation, "readers_of", lambda _: readers)
+    monkeypatch.setattr(myxtts.evaluation, "synthesizer_of", seen)
+    start(f"--max-steps 2 --dvae-steps 1 --decoder-steps 2 --val-step 2 {SPEAK}", corpus=speech)
+    assert found[0] == [] and found[-1] is readers
 
 
 @pytest.mark.parametrize("where", ["model", "data"])
